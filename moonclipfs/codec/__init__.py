@@ -1,0 +1,1 @@
+"""Bytes to encoded objects and back, block by block."""

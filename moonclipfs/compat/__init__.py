@@ -1,0 +1,1 @@
+"""Thin doors for programs written for others."""

@@ -1,0 +1,125 @@
+"""Every error of the project: what a person reads, the exit code, the errno a mount answers, whether a retry helps.
+
+The first line of a class's docstring says what happened; an instance's text says where, and what to do.
+Exit codes differ by kind; 2 stays with wrong usage of the command line.
+"""
+
+from __future__ import annotations
+
+import errno
+
+
+class MoonclipError(Exception):
+    """Something went wrong in moonclipfs."""
+
+    exit_code = 1
+    errno = errno.EIO
+    retry = False
+
+
+class UsageError(MoonclipError):
+    """The request itself makes no sense."""
+
+    exit_code = 2
+    errno = errno.EINVAL
+
+
+class NotFoundError(MoonclipError):
+    """A store, snapshot, version, path or tensor does not exist."""
+
+    exit_code = 3
+    errno = errno.ENOENT
+
+
+class ExistsError(MoonclipError):
+    """A name that must be new is taken."""
+
+    exit_code = 4
+    errno = errno.EEXIST
+
+
+class CorruptError(MoonclipError):
+    """Stored bytes do not pass their checksum, or contradict themselves."""
+
+    exit_code = 5
+    errno = errno.EIO
+
+
+class NoSpaceError(MoonclipError):
+    """The disk, or a quota on it, is full."""
+
+    exit_code = 6
+    errno = errno.ENOSPC
+    retry = True
+
+
+class PermissionDeniedError(MoonclipError):
+    """The operating system refuses access."""
+
+    exit_code = 7
+    errno = errno.EACCES
+
+
+class ReadOnlyError(PermissionDeniedError):
+    """A write to something that is open for reading only."""
+
+    errno = errno.EROFS
+
+
+class BusyError(MoonclipError):
+    """Another process holds what is needed."""
+
+    exit_code = 8
+    errno = errno.EBUSY
+    retry = True
+
+
+class FormatVersionError(MoonclipError):
+    """The store was written by a newer version, or is not a store."""
+
+    exit_code = 9
+
+
+class FuseUnavailableError(MoonclipError):
+    """This machine or container cannot mount a FUSE file system."""
+
+    exit_code = 10
+    errno = errno.ENODEV
+
+
+class BackendError(MoonclipError):
+    """Reading or writing the store's directory failed."""
+
+    exit_code = 11
+    retry = True
+
+
+class LimitError(MoonclipError):
+    """A number exceeds a named limit of `limits.py`."""
+
+    exit_code = 12
+    errno = errno.EFBIG
+
+
+class LeaseLostError(MoonclipError):
+    """This process was taken for dead, so what it prepared must not be published."""
+
+    exit_code = 13
+
+
+class MissingObjectError(CorruptError):
+    """An object that something refers to is in no pack."""
+
+
+class DeltaCycleError(CorruptError):
+    """The bases of an object lead back to itself, or further than the depth limit."""
+
+
+class MountError(MoonclipError):
+    """A mount could not be made, or did not answer."""
+
+    exit_code = 14
+
+
+class ParseError(Exception):
+    """A file is not of the format it looked like. Never leaves `formats`: the file is stored as opaque bytes."""

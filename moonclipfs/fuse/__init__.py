@@ -1,0 +1,1 @@
+"""Requests of the kernel, handles, errno and the life of a mount."""

@@ -1,0 +1,1 @@
+"""A file system without FUSE over the store."""

@@ -1,0 +1,71 @@
+"""Every bound of the project, named. Sizes are in bytes, times in seconds, unless the name says otherwise."""
+
+from __future__ import annotations
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+# Cuts (part of the store format: recorded in each store's config)
+OBJECT_BYTES = 16 * MIB
+"""No data object is longer."""
+OBJECT_ELEMENTS = 4 * MIB
+"""Tensors are cut on a grid of this many elements, so that pieces of the same tensor in two dtypes face each other."""
+SLICE_BYTES = 1 * MIB
+"""Stacked tensors (3 dimensions or more) are cut at each leading index when a slice is at least this long."""
+SMALL_REGION_BYTES = 4 * KIB
+"""Neighbouring regions shorter than this become one object."""
+CHUNK_MIN = 64 * KIB
+CHUNK_AVERAGE = 256 * KIB
+CHUNK_MAX = 1 * MIB
+
+# Recipes and directories
+LITERAL_BYTES = 4 * KIB
+"""At most this many bytes in a row are kept inside a recipe instead of in an object of their own."""
+RECIPE_BYTES = 1 * GIB
+DIRECTORY_BYTES = 1 * GIB
+NAME_BYTES = 255
+PATH_BYTES = 4096
+PATH_DEPTH = 128
+SYMLINK_BYTES = 4095
+XATTR_BYTES = 64 * KIB
+FILE_BYTES = 1 << 56
+
+# Codec
+BLOCK_ELEMENTS = 64 * KIB
+"""Elements of a block: 256 KiB of fp32, 128 KiB of bf16. Fixed, so that the blocks of a delta and of its base face each other."""
+BLOCK_BYTES = 256 * KIB
+"""Length of a block of bytes that have no element type."""
+CHAIN_DEPTH = 3
+"""Links between a delta and the full encoding at the end of its chain, at most."""
+
+# Packs and log
+PACK_BYTES = 256 * MIB
+PACK_ENTRIES = 1 << 22
+PACK_IDLE_SECONDS = 5.0
+LOG_RECORD_BYTES = 256 * MIB
+LOG_CHECKPOINT_EVERY = 64
+COMMIT_ATTEMPTS = 1000
+RESERVE_BYTES = 16 * MIB
+"""Preallocated, given back while forget and gc run on a full disk."""
+REPACK_DEAD_SHARE = 0.30
+
+# Parsers
+HEADER_BYTES = 100 * MIB
+TENSORS = 1 << 20
+DIMENSIONS = 32
+ZIP_ENTRIES = 1 << 20
+PICKLE_BYTES = 256 * MIB
+PICKLE_OPCODES = 1 << 24
+
+# Work in flight
+INGEST_BYTES = 256 * MIB
+"""Raw bytes that one ingest holds in memory at most."""
+BLOCK_CACHE_BYTES = 256 * MIB
+PREFETCH_BYTES = 8 * MIB
+OPEN_HANDLES = 1 << 16
+NODES = 1 << 22
+
+# Leases
+LEASE_REFRESH_SECONDS = 0.5
+LEASE_SILENCE_SECONDS = 60.0

@@ -1,0 +1,1 @@
+"""Objects, names and publishing over a small backend."""
