@@ -36,6 +36,8 @@ BLOCK_ELEMENTS = 64 * KIB
 """Elements of a block: 256 KiB of fp32, 128 KiB of bf16. Fixed, so that the blocks of a delta and of its base face each other."""
 BLOCK_BYTES = 256 * KIB
 """Length of a block of bytes that have no element type."""
+RAW_BYTES = 1 * GIB
+"""No object of any kind is longer."""
 CHAIN_DEPTH = 3
 """Links between a delta and the full encoding at the end of its chain, at most."""
 
@@ -55,8 +57,20 @@ HEADER_BYTES = 100 * MIB
 TENSORS = 1 << 20
 DIMENSIONS = 32
 ZIP_ENTRIES = 1 << 20
+JSON_VALUES = 8 * TENSORS
+"""Commas, braces and brackets in a JSON header: it bounds the objects that reading it makes."""
+TENSOR_NAME_BYTES = 1 * KIB
+NPY_HEADER_BYTES = 64 * KIB
+METADATA_BYTES = 4 * KIB
+"""Longer metadata strings of GGUF files (chat templates, licences) are described, not kept."""
 PICKLE_BYTES = 256 * MIB
 PICKLE_OPCODES = 1 << 24
+PICKLE_OBJECTS = 1 << 22
+"""Containers, strings, calls, marks and memo entries that reading one pickle may make."""
+PICKLE_STRING_BYTES = 64 * KIB
+"""Longer strings of a pickle are skipped: no name is that long."""
+INDEX_BYTES = 64 * MIB
+"""A JSON index of shards, or the metadata of a distributed checkpoint, that `verify --contents` reads."""
 
 # Work in flight
 INGEST_BYTES = 256 * MIB
@@ -69,3 +83,12 @@ NODES = 1 << 22
 # Leases
 LEASE_REFRESH_SECONDS = 0.5
 LEASE_SILENCE_SECONDS = 60.0
+
+# Reports
+PROVENANCE_COMMAND_CHARACTERS = 8 * KIB
+"""A longer command line is cut off in a snapshot's provenance."""
+PROVENANCE_GIT_SECONDS = 2.0
+COMPARE_WINDOW_BYTES = 4 * MIB
+"""`diff` compares tensors in windows of at most this many bytes of each side."""
+COMPARE_STRIDED_BYTES = 1 * GIB
+"""A tensor that is not contiguous is compared only when its storage is no longer, since it is held in memory."""

@@ -1,0 +1,33 @@
+/* One block: raw bytes to encoded bytes and back. FORMAT.md has the byte tables. */
+#ifndef MC_BLOCK_H
+#define MC_BLOCK_H
+
+#include "mc_head.h"
+#include "mc_scratch.h"
+
+/* How a plane is stored. */
+typedef enum { MC_CONST, MC_RAW, MC_ZSTD } mc_method;
+
+/* Bytes that an encoded block may take on top of its raw bytes. */
+#define MC_BLOCK_OVERHEAD 64
+
+/* The bytes of a base that the caller holds: `data` begins at the first block that was asked for. */
+typedef struct {
+    const u8 *data;
+    size_t length;
+} mc_base_bytes;
+
+/*
+ * The base's elements for one block, in the object's own dtype: in place when they can be used as they are, else
+ * cast or filled up with zeros in scratch->base. `skipped` counts elements from the start of base->data.
+ */
+const u8 *mc_block_base(mc_scratch *scratch, const mc_head *head, const mc_base_bytes *base, u64 skipped, size_t n);
+
+/* Returns the encoded length; `out` has room for the raw bytes and MC_BLOCK_OVERHEAD more. */
+size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base, u8 *out);
+
+/* Decode a whole block to its `raw_bytes`; does not look at the block's checksum. */
+int mc_block_decode(mc_scratch *scratch, const mc_head *head, const u8 *block, size_t length, const u8 *base, u8 *raw,
+                    size_t raw_bytes);
+
+#endif

@@ -1,0 +1,19 @@
+/* Working memory of one thread at a time: buffers for one block and the zstd contexts. */
+#ifndef MC_SCRATCH_H
+#define MC_SCRATCH_H
+
+#include "mc_base.h"
+
+#define MC_PLANE_STRIDE (MC_BLOCK_ELEMENTS + 64) /* kernels may store a whole vector at a plane's end */
+
+typedef struct {
+    void *compressor, *decompressor; /* ZSTD_CCtx, ZSTD_DCtx */
+    u8 base[MC_BLOCK_ELEMENTS * MC_MAX_WIDTH];
+    u8 planes[MC_PLANE_STRIDE * MC_MAX_WIDTH];
+    u8 packed[MC_BLOCK_BYTES + 1024]; /* the zstd frame of a plane or of a block of bytes, before it is chosen */
+} mc_scratch;
+
+mc_scratch *mc_scratch_new(void); /* NULL when out of memory */
+void mc_scratch_free(mc_scratch *scratch);
+
+#endif
