@@ -123,3 +123,7 @@ class MountError(MoonclipError):
 
 class ParseError(Exception):
     """A file is not of the format it looked like. Never leaves `formats`: the file is stored as opaque bytes."""
+
+
+class TruncatedError(ParseError):
+    """Bytes that the file itself announces are missing."""

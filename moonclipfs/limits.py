@@ -40,6 +40,8 @@ RAW_BYTES = 1 * GIB
 """No object of any kind is longer."""
 CHAIN_DEPTH = 3
 """Links between a delta and the full encoding at the end of its chain, at most."""
+CHAIN_READ_DEPTH = 2 * CHAIN_DEPTH
+"""Links that a reader follows: above CHAIN_DEPTH, since a base may be stored once more with a longer chain of its own."""
 
 # Packs and log
 PACK_BYTES = 256 * MIB
@@ -77,6 +79,11 @@ INGEST_BYTES = 256 * MIB
 """Raw bytes that one ingest holds in memory at most."""
 BLOCK_CACHE_BYTES = 256 * MIB
 PREFETCH_BYTES = 8 * MIB
+HEAD_CACHE_BYTES = 32 * MIB
+"""Parsed heads of encoded objects."""
+DIRECTORY_CACHE_ENTRIES = 1 << 17
+RECIPE_CACHE_EXTENTS = 1 << 18
+LAYOUT_CACHE_TENSORS = 1 << 17
 OPEN_HANDLES = 1 << 16
 NODES = 1 << 22
 

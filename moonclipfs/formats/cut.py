@@ -1,0 +1,126 @@
+"""Where the regions of a file are split into objects.
+
+One function serves every writer, and its rules are part of the store format: the same bytes under the same layout give
+the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from moonclipfs import limits
+from moonclipfs.codec.chunk import Chunker
+from moonclipfs.errors import LimitError
+from moonclipfs.formats.layout import Layout, Region, RegionKind
+from moonclipfs.types import DType, Source
+
+_READ_BYTES = 1 * limits.MIB
+
+
+@dataclass(frozen=True, slots=True)
+class CutRules:
+    """The sizes that decide where cuts are: recorded in a store's config, and never changed there. In bytes, but for
+    `object_elements`. Raises LimitError for sizes that cannot be cut by.
+    """
+
+    object_bytes: int = limits.OBJECT_BYTES
+    object_elements: int = limits.OBJECT_ELEMENTS
+    slice_bytes: int = limits.SLICE_BYTES
+    small_region_bytes: int = limits.SMALL_REGION_BYTES
+    chunk_min: int = limits.CHUNK_MIN
+    chunk_average: int = limits.CHUNK_AVERAGE
+    chunk_max: int = limits.CHUNK_MAX
+
+    def __post_init__(self) -> None:
+        for rule in fields(self):
+            if getattr(self, rule.name) < 1:
+                raise LimitError(f"cut rule {rule.name} is {getattr(self, rule.name)}: it must be 1 or more")
+        if self.object_elements % 8 or self.object_bytes < 16 * 8:
+            # Eight elements of any type fill whole bytes, and an object holds at least as many of the widest.
+            raise LimitError("cut rules: object_elements must be a multiple of 8, object_bytes at least 128")
+        if max(self.chunk_max, self.small_region_bytes) > self.object_bytes:
+            raise LimitError("cut rules: chunk_max and small_region_bytes may not exceed object_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` bytes of the file at `offset` that become one object.
+
+    `index` counts the pieces of one region from 0. `name` is the region's name, empty for bytes that are no tensor.
+    `shape` is in elements of `dtype`: that of the tensor or slice when the piece is a whole one.
+    """
+
+    offset: int
+    length: int
+    dtype: DType
+    name: str
+    shape: tuple[int, ...]
+    index: int
+
+
+def cut(source: Source, layout: Layout, rules: CutRules) -> Iterator[Piece]:
+    """Yield the pieces of a file, sorted and covering it. Only bytes cut by content are read, a MiB at a time."""
+    run: list[Region] = []
+    for region in layout.regions:
+        small = region.length < rules.small_region_bytes
+        if run and (not small or region.end - run[0].offset > rules.object_bytes):
+            yield _merge(run)
+            run = []
+        if small:
+            run.append(region)
+        elif region.kind is RegionKind.TENSOR:
+            yield from _cut_tensor(region, rules)
+        else:
+            yield from _cut_by_content(source, region, rules)
+    if run:
+        yield _merge(run)
+
+
+def _merge(run: list[Region]) -> Piece:
+    """Return neighbouring small regions as one piece; a tensor that stands alone keeps what is known of it."""
+    first, last = run[0], run[-1]
+    if len(run) == 1 and first.kind is RegionKind.TENSOR:
+        return Piece(first.offset, first.length, first.dtype, first.name, first.shape, 0)
+    length = last.end - first.offset
+    return Piece(first.offset, length, DType.BYTES, "", (length,), 0)
+
+
+def _cut_tensor(region: Region, rules: CutRules) -> Iterator[Piece]:
+    """Cut a tensor, or each of its slices, every so many elements from its start."""
+    slices, shape = _slices(region, rules)
+    length = region.length // slices
+    bits = region.dtype.bits
+    # A multiple of 8 elements, so that pieces of elements below a byte start and end at whole bytes.
+    step = min(rules.object_elements, rules.object_bytes * 8 // bits // 8 * 8) * bits // 8
+    index = 0
+    for start in range(region.offset, region.end, length):
+        for offset in range(start, start + length, step):
+            size = min(step, start + length - offset)
+            piece_shape = shape if size == length else (size * 8 // bits,)
+            yield Piece(offset, size, region.dtype, region.name, piece_shape, index)
+            index += 1
+
+
+def _slices(region: Region, rules: CutRules) -> tuple[int, tuple[int, ...]]:
+    """Return into how many slices a tensor is cut first, and the shape of one: stacked experts have long ones."""
+    if len(region.shape) >= 3 and region.shape[0] > 1:
+        length, rest = divmod(region.length, region.shape[0])
+        if not rest and length >= rules.slice_bytes and length * 8 % region.dtype.bits == 0:
+            return region.shape[0], region.shape[1:]
+    return 1, region.shape
+
+
+def _cut_by_content(source: Source, region: Region, rules: CutRules) -> Iterator[Piece]:
+    """Cut bytes of unknown structure where their content says, so that an insertion moves few cuts."""
+    chunker = Chunker(rules.chunk_min, rules.chunk_average, rules.chunk_max)
+    start, index = region.offset, 0
+    for at in range(region.offset, region.end, _READ_BYTES):
+        size = min(_READ_BYTES, region.end - at)
+        lengths = chunker.push(source.read(at, size))
+        if at + size == region.end:
+            lengths += chunker.finish()
+        for length in lengths:
+            yield Piece(start, length, DType.BYTES, "", (length,), index)
+            start += length
+            index += 1

@@ -1,0 +1,151 @@
+"""Safetensors: an 8-byte header length, a JSON header, the tensors' bytes.
+
+Stricter than the format on what a name means (no duplicates, no overlaps, sizes that agree), and more lenient on what
+does no harm: any key order, gaps between tensors and bytes after them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
+
+from moonclipfs import limits
+from moonclipfs.errors import ParseError, TruncatedError
+from moonclipfs.formats.layout import (
+    Layout,
+    Region,
+    RegionKind,
+    Tensor,
+    checked_name,
+    cover,
+    quoted,
+    short_by,
+    tensor_bytes,
+)
+from moonclipfs.types import DType, Source
+
+FORMAT = "safetensors"
+
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_DTYPES = {
+    name: DType[name]
+    for name in (
+        "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
+        "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
+    )
+}  # fmt: skip
+
+
+class _Entry(NamedTuple):
+    """One tensor as the header tells it; `start` and `end` count from the end of the header."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def parse(source: Source) -> Layout:
+    """Return the layout of a safetensors file.
+
+    Raises ParseError when the header is wrong, TruncatedError when it is cut short. A file whose data is short has a
+    layout of the tensors that are whole.
+    """
+    header_end = _LENGTH_BYTES + int.from_bytes(source.read(0, _LENGTH_BYTES), "little")
+    if header_end - _LENGTH_BYTES > limits.HEADER_BYTES:
+        raise ParseError(f"header of {header_end - _LENGTH_BYTES} bytes, at most {limits.HEADER_BYTES} are read")
+    if header_end > source.size:
+        raise TruncatedError(f"header short by {header_end - source.size} bytes")
+    header = _load(bytes(source.read(_LENGTH_BYTES, header_end - _LENGTH_BYTES)))
+    metadata = _metadata(header.pop(_METADATA, {}))
+    entries = [_entry(name, value) for name, value in header.items()]
+    whole = [entry for entry in entries if header_end + entry.end <= source.size]
+    regions = [Region(0, header_end, RegionKind.HEADER)]
+    tensors = []
+    for entry in whole:
+        offset, length = header_end + entry.start, entry.end - entry.start
+        regions.append(Region(offset, length, RegionKind.TENSOR, entry.name, entry.dtype, entry.shape))
+        tensors.append(Tensor(entry.name, entry.dtype, entry.shape, offset, length, dtype_name=entry.dtype.name))
+    covered = cover(source.size, regions)
+    missing = max((header_end + entry.end for entry in entries), default=0) - source.size
+    reason = short_by(missing) if missing > 0 else ""
+    return Layout(FORMAT, covered, tuple(tensors), metadata, reason, truncated=missing > 0)
+
+
+def _load(data: bytes) -> dict[str, object]:
+    """Return the header as a dict of its keys; inner objects are tuples of pairs, which are smaller."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > limits.JSON_VALUES:
+        raise ParseError(f"header of more than {limits.JSON_VALUES} values")
+    try:
+        pairs = json.loads(data.decode("utf-8"), object_pairs_hook=tuple, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ParseError(f"header is not JSON: {error}") from error
+    if not _is_object(pairs):
+        raise ParseError("header is not a JSON object")
+    return _unique(pairs)
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ParseError(f"header is not JSON: {word}")
+
+
+def _is_object(value: object) -> bool:
+    """Tell a JSON object from the other values: only objects become tuples."""
+    return isinstance(value, tuple)
+
+
+def _unique(pairs: tuple[tuple[str, object], ...]) -> dict[str, object]:
+    """Return `pairs` as a dict; raises ParseError when a key is there twice."""
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ParseError(f"DuplicateKey({quoted(key)}): the header names it twice")
+        result[key] = value
+    return result
+
+
+def _metadata(value: object) -> Mapping[str, str]:
+    """Return `__metadata__`, which may be empty but holds strings only."""
+    if not isinstance(value, (tuple, dict)):
+        raise ParseError(f"{_METADATA} is not a JSON object")
+    result: dict[str, str] = {}
+    for key, text in _unique(tuple(value)).items():
+        if not isinstance(text, str):
+            raise ParseError(f"{_METADATA}: the value of {quoted(key)} is not a string")
+        result[key] = text
+    return result
+
+
+def _entry(name: str, value: object) -> _Entry:
+    """Check one tensor of the header."""
+    checked_name(name)
+    if not isinstance(value, tuple):
+        raise ParseError(f"{quoted(name)} is not a JSON object")
+    fields = _unique(value)
+    if fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ParseError(f"{quoted(name)} has the fields {', '.join(map(quoted, sorted(fields)[:9]))}")
+    dtype_name = fields["dtype"]
+    dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        raise ParseError(f"UnknownDtype({quoted(name)}): {quoted(str(dtype_name))}")
+    shape = _numbers(name, fields["shape"])
+    offsets = _numbers(name, fields["data_offsets"])
+    if len(offsets) != 2:
+        raise ParseError(f"{quoted(name)}: data_offsets are not two numbers")
+    start, end = offsets
+    if start > end:
+        raise ParseError(f"ReversedRange({quoted(name)}): data_offsets are [{start}, {end}]")
+    needed = tensor_bytes(name, shape, dtype.bits)
+    if needed != end - start:
+        raise ParseError(f"ShapeMismatch({quoted(name)}): shape needs {needed} bytes, data_offsets span {end - start}")
+    return _Entry(name, dtype, shape, start, end)
+
+
+def _numbers(name: str, value: object) -> tuple[int, ...]:
+    """Return a JSON array of numbers from 0 to 2^64 - 1."""
+    if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 1 << 64 for number in value):
+        raise ParseError(f"{quoted(name)}: shape or data_offsets are not an array of unsigned 64-bit numbers")
+    return tuple(value)
