@@ -10,8 +10,9 @@ die() { say "$@"; exit 1; }
 
 # What a finished set-up depends on, as text.
 fingerprint() {
+    pwd
     .venv/bin/python -V 2>/dev/null || echo "no python"
-    sha256sum pyproject.toml tests/setup.sh ext/*.[ch] ext/*.pyx ext/*.pxd 2>/dev/null | grep -v ' ext/_.*\.c$'
+    find ext -type f ! -name '_*.c' -print0 | sort -z | xargs -0 sha256sum pyproject.toml tests/setup.sh
 }
 
 is_done() {
