@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,7 @@ from moonclipfs.errors import (
     PermissionDeniedError,
     ReadOnlyError,
 )
+from moonclipfs.store import ofd
 from moonclipfs.types import Buffer
 
 
@@ -33,6 +35,8 @@ class KeyInfo:
 
     key: str
     size: int
+    modified_ns: int = 0
+    """When the value was stored, by whatever clock: a hint for choosing, never for correctness."""
 
 
 class Upload(Protocol):
@@ -47,17 +51,47 @@ class Upload(Protocol):
         """Append `data`. Raises NoSpaceError or BackendError."""
         ...
 
+    def read(self, offset: int, length: int) -> bytes:
+        """Return `length` bytes at `offset` of what was written; shorter only at its end."""
+        ...
+
     def publish(self, key: str) -> None:
-        """Make the value durable, then visible under `key`, then that name durable. Raises ExistsError."""
+        """Make the value durable, then visible under `key`, then that name durable.
+
+        Raises ExistsError when the key is taken. After any other error the value may or may not be visible: nobody
+        may take it away again, since others may have seen it.
+        """
         ...
 
     def abort(self) -> None:
-        """Throw the value away; harmless after `publish`."""
+        """Throw the value away; never raises, harmless after `publish`."""
+        ...
+
+
+class Value(Protocol):
+    """A stored value held open for reading, whatever becomes of its key."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return `length` bytes at `offset`; shorter only at the end of the value. Raises BackendError."""
+        ...
+
+    def size(self) -> int:
+        """Length of the value in bytes."""
         ...
 
 
 class Backend(Protocol):
-    """Where packs, log and config lie. All methods may be called from several threads."""
+    """Where packs, log and config lie. All methods may be called from several threads.
+
+    A value is never empty: a key of no bytes is one that somebody began to create, and counts as absent.
+    """
+
+    owner: str
+    """Name of the lease of this process: uploads carry it, so that those of dead owners can be told."""
+
+    def path(self, key: str) -> str:
+        """Where a key lies, for messages."""
+        ...
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes at `offset` (to the end when None); shorter only at the end of the value.
@@ -66,8 +100,16 @@ class Backend(Protocol):
         """
         ...
 
+    def open(self, key: str) -> Value:
+        """Hold a value open for many reads. Raises NotFoundError or BackendError."""
+        ...
+
     def create(self, key: str, data: Buffer) -> None:
         """Store a whole value under a new key, durably and atomically. Raises ExistsError when the key exists."""
+        ...
+
+    def settle(self, prefix: str) -> None:
+        """Make every name directly below `prefix` durable, whoever made or deleted it."""
         ...
 
     def upload(self) -> Upload:
@@ -88,7 +130,7 @@ class Backend(Protocol):
 
 
 class FileOps:
-    """The system calls behind `LocalBackend`, one method each, so that tests can record, drop or fail them."""
+    """The system calls behind `LocalBackend` that change something, so that tests can record, drop or fail them."""
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         """open(2)."""
@@ -113,6 +155,10 @@ class FileOps:
     def unlink(self, path: str) -> None:
         """unlink(2)."""
         os.unlink(path)
+
+    def mkdir(self, path: str, mode: int) -> None:
+        """mkdir(2)."""
+        os.mkdir(path, mode)
 
     def close(self, fd: int) -> None:
         """close(2)."""
@@ -139,6 +185,9 @@ _KINDS: dict[int, type[MoonclipError]] = {
     errno.EROFS: ReadOnlyError,
 }
 
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
+"""What link(2) answers on file systems that have none, or none between two directories."""
+
 
 def from_os_error(error: OSError, doing: str) -> MoonclipError:
     """The project's error for an OSError met while `doing` something."""
@@ -146,15 +195,41 @@ def from_os_error(error: OSError, doing: str) -> MoonclipError:
     return kind(f"cannot {doing}: {error.strerror or error}")
 
 
+class LocalValue:
+    """A file held open. Its descriptor closes when the last reader lets go of this object, never under one."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = -1
+        with os_errors(f"read {path}"):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if not self.size():
+                raise FileNotFoundError(errno.ENOENT, "it is empty")
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """See `Value.read`."""
+        with os_errors(f"read {self._path}"):
+            return read_range(self._fd, offset, length)
+
+    def size(self) -> int:
+        """See `Value.size`."""
+        return os.fstat(self._fd).st_size
+
+
 class LocalUpload:
     """An upload into a local directory: a file under `tmp/` until it is published."""
 
     def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
-        self._path = backend.path(f"tmp/{secrets.token_hex(8)}")
+        self._path = backend.path(f"tmp/{backend.owner}-{secrets.token_hex(8)}")
         self.offset = 0
+        self._open = False
         with os_errors(f"create {self._path}"):
-            self._fd = backend.ops.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, backend.file_mode)
+            self._fd = backend.open_new(self._path)
         self._open = True
 
     def write(self, data: Buffer) -> None:
@@ -166,21 +241,61 @@ class LocalUpload:
                 self.offset += written
                 view = view[written:]
 
+    def read(self, offset: int, length: int) -> bytes:
+        """See `Upload.read`."""
+        with os_errors(f"read {self._path}"):
+            return read_range(self._fd, offset, length)
+
     def publish(self, key: str) -> None:
         """fsync the bytes, give them their name exclusively, fsync the directory: in this order."""
-        ops, target = self._backend.ops, self._backend.path(key)
+        target = self._backend.path(key)
         with os_errors(f"publish {target}"):
-            ops.fsync(self._fd)
-            ops.link(self._path, target)
+            self._backend.ops.fsync(self._fd)
+            self._name(target)
             self._backend.sync_directory(os.path.dirname(target))
         self.abort()
 
+    def _name(self, target: str) -> None:
+        try:
+            self._backend.ops.link(self._path, target)
+        except FileExistsError:
+            found = os.stat(target)
+            # Over NFS a request whose answer was lost is repeated, and the repetition finds our own link.
+            if os.path.samestat(found, os.fstat(self._fd)):
+                return
+            if found.st_size:
+                raise
+            self._claim(target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._claim(target)
+
+    def _claim(self, target: str) -> None:
+        """Name the value without link(2): an empty, locked file claims the name, then a rename fills it.
+
+        A crash in between leaves an empty file. It counts as absent, and whoever creates that key next takes it
+        over: the lock says that its maker is gone.
+        """
+        ops = self._backend.ops
+        fd = ops.open(target, os.O_RDWR | os.O_CREAT, self._backend.file_mode)
+        try:
+            taken = os.fstat(fd).st_size > 0 or not ofd.lock(fd)
+            # Somebody may have filled the name between our open and our lock: then it leads to another file.
+            if taken or not os.path.samestat(os.stat(target), os.fstat(fd)):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+            ops.rename(self._path, target)
+        finally:
+            ops.close(fd)
+
     def abort(self) -> None:
-        """Throw the temporary name away; harmless after `publish`."""
+        """See `Upload.abort`."""
         if self._open:
             self._open = False
-            with os_errors(f"remove {self._path}"):
+            # What cannot be removed stays in tmp/, where it harms nobody until its owner is dead and gc clears it.
+            with suppress(OSError):
                 self._backend.ops.close(self._fd)
+            with suppress(OSError):
                 self._backend.ops.unlink(self._path)
 
 
@@ -191,11 +306,19 @@ class LocalBackend:
         """`shared` lets the group in: files are made 0660 instead of 0600."""
         self.root = Path(root)
         self.ops = ops or FileOps()
+        self.owner = secrets.token_hex(16)
         self.file_mode = 0o660 if shared else 0o600
 
     def path(self, key: str) -> str:
         """The file of a key. Keys are made by this package and never hold `..`."""
         return os.path.join(self.root, key)
+
+    def open_new(self, path: str) -> int:
+        """Create a file for reading and writing; the umask takes nothing from the mode of a shared store."""
+        fd = self.ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self.file_mode)
+        if self.file_mode & 0o070:
+            os.fchmod(fd, self.file_mode)
+        return fd
 
     def sync_directory(self, path: str) -> None:
         """Make the names in a directory durable."""
@@ -207,13 +330,12 @@ class LocalBackend:
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         """See `Backend.read`."""
-        path = self.path(key)
-        with os_errors(f"read {path}"):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return read_range(fd, offset, os.fstat(fd).st_size - offset if length is None else length)
-            finally:
-                os.close(fd)
+        value = self.open(key)
+        return value.read(offset, value.size() - offset if length is None else length)
+
+    def open(self, key: str) -> LocalValue:
+        """See `Backend.open`."""
+        return LocalValue(self.path(key))
 
     def create(self, key: str, data: Buffer) -> None:
         """See `Backend.create`."""
@@ -223,6 +345,11 @@ class LocalBackend:
             upload.publish(key)
         finally:
             upload.abort()
+
+    def settle(self, prefix: str) -> None:
+        """See `Backend.settle`."""
+        with os_errors(f"sync {self.path(prefix)}"):
+            self.sync_directory(self.path(prefix))
 
     def upload(self) -> LocalUpload:
         """See `Backend.upload`."""
@@ -234,22 +361,20 @@ class LocalBackend:
         with os_errors(f"list {path}"), os.scandir(path) as entries:
             for entry in entries:
                 try:
-                    yield KeyInfo(prefix + entry.name, entry.stat().st_size)
+                    found = entry.stat()
                 except FileNotFoundError:
                     continue  # deleted between the listing and the stat: not in the list, then
+                if stat.S_ISREG(found.st_mode) and found.st_size:
+                    yield KeyInfo(prefix + entry.name, found.st_size, found.st_mtime_ns)
 
     def size(self, key: str) -> int:
         """See `Backend.size`."""
-        with os_errors(f"read {self.path(key)}"):
-            return os.stat(self.path(key)).st_size
+        return self.open(key).size()
 
     def delete(self, key: str) -> None:
         """See `Backend.delete`."""
-        with os_errors(f"delete {self.path(key)}"):
-            try:
-                self.ops.unlink(self.path(key))
-            except FileNotFoundError:
-                return
+        with os_errors(f"delete {self.path(key)}"), suppress(FileNotFoundError):
+            self.ops.unlink(self.path(key))
 
 
 def read_range(fd: int, offset: int, length: int) -> bytes:

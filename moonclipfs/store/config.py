@@ -1,0 +1,159 @@
+"""What a store is: its directory, its id, its version and flags, the rules of its cuts (layout in FORMAT.md)."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moonclipfs import limits
+from moonclipfs.errors import CorruptError, ExistsError, FormatVersionError, MoonclipError, NotFoundError
+from moonclipfs.formats.cut import CutRules
+from moonclipfs.store import reserve
+from moonclipfs.store.backend import Backend, FileOps, LocalBackend, os_errors
+
+FORMAT = "moonclipfs-store"
+VERSION = 1
+KEY = "config.json"
+DIRECTORIES = ("log", "packs", "tmp", "leases")
+_OURS = frozenset({*DIRECTORIES, "README.txt", "reserve"})
+
+README = f"""\
+This directory is a moonclipfs store, format version {VERSION}.
+
+It holds snapshots of files as deduplicated, compressed objects. Do not change anything in it by hand.
+
+To get the files out:
+  moonclipfs ls STORE                     lists the snapshots
+  moonclipfs export STORE:NAME TARGET     writes one back as plain files (--all: every one)
+Without moonclipfs: the single file moonclipfs/rescue.py of its source exports any store with only Python, NumPy and
+zstandard:
+  python rescue.py STORE TARGET
+The format is described in moonclipfs/store/FORMAT.md of the source.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The contents of `config.json`. Flags name features that a reader must know (`incompatible`), that a writer must
+    know (`read_only_compatible`), or that nobody needs to know (`compatible`). `created` is ISO 8601 in UTC.
+    """
+
+    store_id: str
+    version: int = VERSION
+    compatible: tuple[str, ...] = ()
+    read_only_compatible: tuple[str, ...] = ()
+    incompatible: tuple[str, ...] = ()
+    cut: CutRules = field(default_factory=CutRules)
+    shared: bool = False
+    created: str = ""
+
+    def check_writable(self) -> None:
+        """Raise FormatVersionError, by name, for a feature that writers must know and this version does not."""
+        _refuse(self.read_only_compatible, "writing to it")
+
+
+def _refuse(flags: tuple[str, ...], doing: str) -> None:
+    if flags:
+        raise FormatVersionError(f"this store uses {', '.join(flags)}: {doing} needs a newer moonclipfs")
+
+
+def encode_config(config: Config) -> bytes:
+    """Serialise a config as JSON that ends with the SHA-256 of the rest."""
+    fields: dict[str, Any] = {"format": FORMAT, **asdict(config)}
+    fields["sha256"] = _digest(fields)
+    return (json.dumps(fields, indent=1) + "\n").encode()
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in fields.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def decode_config(data: bytes) -> Config:
+    """Parse `config.json`. Raises CorruptError for damage, FormatVersionError for what this version does not know."""
+    try:
+        fields = json.loads(data)
+        if fields["format"] != FORMAT:
+            raise FormatVersionError(f"config.json is of the format {fields['format']!r}, not {FORMAT!r}")
+        if fields["version"] != VERSION:
+            raise FormatVersionError(f"store of format version {fields['version']}: this moonclipfs reads {VERSION}")
+        if fields["sha256"] != _digest(fields):
+            raise CorruptError("config.json: SHA-256 does not match: restore the file from a copy")
+        _refuse(tuple(fields["incompatible"]), "reading it")
+        return Config(
+            store_id=str(fields["store_id"]),
+            compatible=tuple(fields["compatible"]),
+            read_only_compatible=tuple(fields["read_only_compatible"]),
+            cut=CutRules(**fields["cut"]),
+            shared=bool(fields["shared"]),
+            created=str(fields["created"]),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptError(f"config.json is damaged ({error!r}): restore the file from a copy") from error
+
+
+def load_config(backend: Backend) -> Config:
+    """Read a store's config.
+
+    Raises NotFoundError when the directory is missing, FormatVersionError when it is no store or needs a newer
+    version, CorruptError for a damaged config.
+    """
+    where = backend.path("")
+    try:
+        data = backend.read(KEY, 0, limits.MIB)
+    except NotFoundError as error:
+        if not os.path.isdir(where):
+            raise NotFoundError(f"no store at {where}: make one with `moonclipfs init`") from error
+        raise FormatVersionError(f"not a store: {where} has no {KEY}; make one with `moonclipfs init`") from error
+    try:
+        return decode_config(data)
+    except MoonclipError as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def create_store(path: str | os.PathLike[str], *, shared: bool = False, ops: FileOps | None = None) -> Config:
+    """Make a store in a new or empty directory, whose parent exists; `shared` lets the directory's group in.
+
+    The config comes last and makes it a store, so an interrupted call can be repeated. Raises ExistsError for
+    anything else that is there, NotFoundError without a parent, NoSpaceError, PermissionDeniedError.
+    """
+    backend = LocalBackend(path, ops, shared=shared)
+    mode = 0o2770 if shared else 0o700
+    _make_directory(backend, backend.path("").rstrip("/") or "/", mode)
+    with os_errors(f"list {path}"):
+        present = set(os.listdir(path))
+    if KEY in present:
+        raise ExistsError(f"{path} is a store already")
+    if strange := sorted(present - _OURS):
+        raise ExistsError(f"{path} is not empty (it holds {strange[0]!r}): a new store needs a directory of its own")
+    for name in DIRECTORIES:
+        _make_directory(backend, backend.path(name), mode)
+    if "README.txt" not in present:
+        backend.create("README.txt", README.encode())
+    reserve.take(Path(path))
+    config = Config(
+        store_id=secrets.token_hex(16),
+        shared=shared,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+    backend.create(KEY, encode_config(config))
+    with os_errors(f"sync the directory of {path}"):
+        backend.sync_directory(os.path.dirname(os.path.abspath(path)))
+    return config
+
+
+def _make_directory(backend: LocalBackend, path: str, mode: int) -> None:
+    with os_errors(f"make the directory {path}"):
+        try:
+            backend.ops.mkdir(path, mode)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+        os.chmod(path, mode)
