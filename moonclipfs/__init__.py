@@ -1,0 +1,42 @@
+"""moonclipfs keeps ML checkpoints once, and changed tensors as small lossless deltas.
+
+    import moonclipfs
+
+    with moonclipfs.open("/data/store", "run1/checkpoint-500") as snapshot:
+        for path in snapshot.files():
+            print(path)
+        weights = snapshot.tensor("lm_head.weight")
+
+Importing this module imports nothing else; the names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moonclipfs.api import Snapshot, StoreReader, TensorInfo, open
+    from moonclipfs.errors import MoonclipError
+
+__version__ = "0.1.0"
+
+__all__ = ["MoonclipError", "Snapshot", "StoreReader", "TensorInfo", "__version__", "open"]
+
+_HOMES = {
+    "MoonclipError": "moonclipfs.errors",
+    "Snapshot": "moonclipfs.api",
+    "StoreReader": "moonclipfs.api",
+    "TensorInfo": "moonclipfs.api",
+    "open": "moonclipfs.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moonclipfs' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

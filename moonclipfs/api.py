@@ -1,0 +1,291 @@
+"""Reading a store from Python, without a mount: files as binary file objects, tensors as arrays.
+
+Everything here may be used from several threads. Errors are those of `moonclipfs.errors`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonclipfs import limits
+from moonclipfs.errors import CorruptError, NotFoundError, UsageError
+from moonclipfs.formats.layout import Tensor
+from moonclipfs.store.filereader import FileReader
+from moonclipfs.store.store import Store
+from moonclipfs.store.target import close_names, locate
+from moonclipfs.types import DType, Entry, EntryType, Version, natural_key
+
+if TYPE_CHECKING:
+    from torch import Tensor as TorchTensor
+
+_NUMPY = {
+    DType.BOOL: "?", DType.U8: "u1", DType.I8: "i1", DType.U16: "<u2", DType.I16: "<i2", DType.U32: "<u4",
+    DType.I32: "<i4", DType.U64: "<u8", DType.I64: "<i8", DType.F16: "<f2", DType.BF16: "<u2", DType.F32: "<f4",
+    DType.F64: "<f8", DType.F8_E4M3: "u1", DType.F8_E5M2: "u1", DType.F8_E8M0: "u1", DType.F8_E4M3FNUZ: "u1",
+    DType.F8_E5M2FNUZ: "u1", DType.C64: "<c8", DType.C128: "<c16",
+}  # fmt: skip
+_TORCH = {
+    DType.BF16: "bfloat16", DType.F8_E4M3: "float8_e4m3fn", DType.F8_E5M2: "float8_e5m2",
+    DType.F8_E8M0: "float8_e8m0fnu", DType.F8_E4M3FNUZ: "float8_e4m3fnuz", DType.F8_E5M2FNUZ: "float8_e5m2fnuz",
+}  # fmt: skip
+_SYMLINKS = 40
+"""Symbolic links followed for one path, as the kernel does."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a snapshot: `dtype` is the file format's own word for it (`BF16`, `Q4_K`), `size` is in bytes."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+@overload
+def open(store: str | os.PathLike[str] | Store, snapshot: None = None) -> StoreReader: ...
+@overload
+def open(store: str | os.PathLike[str] | Store, snapshot: str) -> Snapshot: ...
+def open(store: str | os.PathLike[str] | Store, snapshot: str | None = None) -> StoreReader | Snapshot:
+    """Open a store for reading, or one snapshot in it: NAME for the current version, NAME@VERSION for another.
+
+    Both results are context managers; closing them closes the store, unless an open `Store` was given. Raises
+    NotFoundError, FormatVersionError, PermissionDeniedError or CorruptError.
+    """
+    reader = StoreReader(store)
+    if snapshot is None:
+        return reader
+    try:
+        found = reader.snapshot(snapshot)
+    except BaseException:
+        reader.close()
+        raise
+    found._owned = reader
+    return found
+
+
+class StoreReader:
+    """The snapshots of a store."""
+
+    def __init__(self, store: str | os.PathLike[str] | Store) -> None:
+        self._owned = not isinstance(store, Store)
+        self.store = store if isinstance(store, Store) else Store.open(store, purpose="python")
+
+    def snapshots(self, prefix: str = "") -> list[str]:
+        """The bound names that start with `prefix`, numbers sorted by value."""
+        return sorted((name for name in self.store.names().bound() if name.startswith(prefix)), key=natural_key)
+
+    def versions(self, name: str) -> list[int]:
+        """The kept version numbers of `name`, oldest first, those of a removed name too."""
+        return [version.number for version in self.store.names().versions(name)]
+
+    def snapshot(self, name: str) -> Snapshot:
+        """The snapshot NAME or NAME@VERSION. Raises NotFoundError."""
+        place = locate(self.store.names(), name)
+        if place.version is None or place.path:
+            raise NotFoundError(f"no snapshot {name}")
+        return Snapshot(self.store, place.version)
+
+    def close(self) -> None:
+        """Close the store, if it was opened here."""
+        if self._owned:
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Snapshot:
+    """The files and tensors of one version of a snapshot; they never change."""
+
+    def __init__(self, store: Store, version: Version) -> None:
+        self.store = store
+        self.version = version
+        self._owned: StoreReader | None = None
+        self._lock = threading.Lock()
+        self._tensors: dict[str, list[TensorInfo]] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name under which the snapshot is bound."""
+        return self.version.path
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """What its log record says of it, provenance included."""
+        return self.version.metadata
+
+    def files(self) -> list[str]:
+        """The paths of its regular files, relative, sorted; bytes that are not UTF-8 as Python's surrogateescape."""
+        return [os.fsdecode(path) for path, entry in self.store.walk(self.version) if entry.type is EntryType.FILE]
+
+    def entry(self, path: str, *, follow: bool = True) -> Entry:
+        """The entry at a relative `path`, symbolic links inside the snapshot followed (the last one if `follow`).
+
+        Raises NotFoundError, also for a link that leads out of the snapshot.
+        """
+        rest, done, links = [part for part in path.split("/") if part], "", 0
+        entry = self.store.lookup(self.version, b"")
+        while rest:
+            step = posixpath.normpath(posixpath.join(done, rest.pop(0)))
+            if step == ".." or step.startswith("../"):
+                raise NotFoundError(f"{path} leads out of snapshot {self.name}")
+            step = "" if step == "." else step
+            entry = self.store.lookup(self.version, os.fsencode(step))
+            if entry.type is not EntryType.SYMLINK:
+                done = step
+            elif rest or follow:
+                links += 1
+                target = os.fsdecode(entry.target)
+                if links > _SYMLINKS or target.startswith("/"):
+                    where = "in a circle" if links > _SYMLINKS else f"out of snapshot {self.name}"
+                    raise NotFoundError(f"{path}: the link {step} -> {target} leads {where}")
+                rest = [*(part for part in target.split("/") if part), *rest]
+        return entry
+
+    def reader(self, path: str) -> FileReader:
+        """Random access to the file at `path`. Raises NotFoundError, UsageError when it is no regular file."""
+        entry = self.entry(path)
+        if entry.type is not EntryType.FILE:
+            raise UsageError(f"{path} in {self.name} is a {entry.type.name.lower()}, not a file")
+        return self.store.open_file(entry)
+
+    def open(self, path: str) -> io.BufferedReader:
+        """The file at `path` as a binary file object: seekable, buffered. Raises NotFoundError, UsageError."""
+        return io.BufferedReader(RawFile(self.reader(path)), limits.BLOCK_BYTES)
+
+    def read(self, path: str) -> bytes:
+        """All bytes of the file at `path`. Raises NotFoundError, UsageError, CorruptError."""
+        reader = self.reader(path)
+        return reader.read(0, reader.size)
+
+    def tensors(self, file: str | None = None) -> list[TensorInfo]:
+        """The tensors of all files, or of one, in the order of the files."""
+        found = [info for infos in self._by_name().values() for info in infos]
+        return [info for info in found if file is None or info.file == file]
+
+    def tensor(self, name: str, file: str | None = None) -> NDArray[Any]:
+        """The values of one tensor as a new array of its shape.
+
+        NumPy's own types come as themselves. BF16 comes as its bits in uint16, the 8-bit floats as theirs in uint8;
+        what has no element type of whole bytes (4- and 6-bit floats, quantised blocks) comes as its bytes, flat.
+        Raises NotFoundError; UsageError when several files have the name and `file` does not say which.
+        """
+        return self._load(name, file)[1]
+
+    def torch(self, name: str, file: str | None = None) -> TorchTensor:
+        """The same as a torch tensor of its own dtype. Raises UsageError where torch has no such dtype."""
+        import torch
+
+        tensor, values = self._load(name, file)
+        wanted = _TORCH.get(tensor.dtype)
+        if tensor.dtype not in _NUMPY or (wanted and not hasattr(torch, wanted)):
+            raise UsageError(
+                f"{name}: this torch has no dtype for {tensor.dtype_name or tensor.dtype.name}; use tensor()"
+            )
+        if not wanted:
+            return torch.from_numpy(values)
+        return torch.from_numpy(values.view(f"i{values.itemsize}")).view(getattr(torch, wanted))
+
+    def close(self) -> None:
+        """Close the store, if `moonclipfs.open` opened it for this snapshot."""
+        if self._owned is not None:
+            self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _by_name(self) -> dict[str, list[TensorInfo]]:
+        with self._lock:
+            if self._tensors is None:
+                found: dict[str, list[TensorInfo]] = {}
+                for file in self.files():
+                    for tensor in self.store.layout(self.entry(file)).tensors:
+                        word = tensor.dtype_name or tensor.dtype.name
+                        info = TensorInfo(tensor.name, file, word, tensor.shape, tensor.length)
+                        found.setdefault(tensor.name, []).append(info)
+                self._tensors = found
+            return self._tensors
+
+    def _load(self, name: str, file: str | None) -> tuple[Tensor, NDArray[Any]]:
+        known = self._by_name()
+        files = [info.file for info in known.get(name, []) if file is None or info.file == file]
+        if not files:
+            close = close_names(name, known)
+            where = f" in {file}" if file else ""
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise NotFoundError(f"no tensor {name} in {self.name}{where}{hint}")
+        if len(files) > 1:
+            raise UsageError(f"tensor {name} is in {' and '.join(files)} of {self.name}: say which with file=")
+        entry = self.entry(files[0])
+        tensor = next(tensor for tensor in self.store.layout(entry).tensors if tensor.name == name)
+        return tensor, read_tensor(self.store.open_file(entry), tensor)
+
+
+def read_tensor(reader: FileReader, tensor: Tensor) -> NDArray[Any]:
+    """Read one tensor of a file into a new C-contiguous array; see `Snapshot.tensor` for the types."""
+    raw = np.empty(tensor.length, np.uint8)
+    reader.read_into(tensor.offset, memoryview(raw))
+    if tensor.dtype not in _NUMPY:
+        return raw
+    values = raw.view(_NUMPY[tensor.dtype])
+    if tensor.strides is None:
+        return values.reshape(tensor.shape)
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if 0 in tensor.shape:
+        return np.empty(tensor.shape, values.dtype)
+    if min(tensor.strides, default=0) < 0 or last >= len(values):
+        raise CorruptError(f"tensor {tensor.name}: its strides lead outside its {tensor.length} bytes")
+    strides = tuple(stride * values.itemsize for stride in tensor.strides)
+    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(values, tensor.shape, strides, writeable=False))
+
+
+class RawFile(io.RawIOBase):
+    """An unbuffered binary file object over a `FileReader`, with a position of its own."""
+
+    def __init__(self, reader: FileReader) -> None:
+        self._reader = reader
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Always True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` from the position on; fewer bytes at the end of the file. Raises CorruptError."""
+        count = self._reader.read_into(self._position, memoryview(buffer).cast("B"))
+        self._position += count
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position; past the end is allowed, and reads nothing."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._reader.size}.get(whence)
+        if start is None or start + offset < 0:
+            raise ValueError(f"cannot seek to {offset} from {whence}")
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        """The position in bytes."""
+        return self._position

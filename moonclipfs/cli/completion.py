@@ -1,0 +1,26 @@
+"""`moonclipfs completion`: the code that completes commands in a shell."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+from moonclipfs.errors import UsageError
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def command(shell: str) -> None:
+    """Print the code that makes SHELL complete commands, options and names of snapshots.
+
+    \b
+    Examples:
+      eval "$(moonclipfs completion bash)"                                  in ~/.bashrc
+      eval "$(moonclipfs completion zsh)"                                   in ~/.zshrc
+      moonclipfs completion fish > ~/.config/fish/completions/moonclipfs.fish
+    """
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise UsageError(f"no completion for {shell}")
+    root = click.get_current_context().find_root()
+    click.echo(kind(root.command, {}, "moonclipfs", "_MOONCLIPFS_COMPLETE").source())

@@ -1,0 +1,95 @@
+"""What this machine can do for a mount, and what to do where it cannot: the answers of `moonclipfs doctor`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+from moonclipfs.store.health import Finding, State
+
+FUSE_DEVICE = "/dev/fuse"
+FUSE_CONFIG = "/etc/fuse.conf"
+_FEATURES = (((6, 6), "shared mmap of direct handles"), ((6, 9), "passthrough"), ((6, 14), "requests by io_uring"))
+"""The first kernel that has each; a mount asks the kernel itself and never relies on the number."""
+
+
+def check_machine() -> list[Finding]:
+    """Look at what a mount needs: device, helper, binding, kernel, read-ahead. Touches no mount."""
+    return [
+        check_device(FUSE_DEVICE), check_helper(), check_binding(), check_allow_other(FUSE_CONFIG),
+        check_kernel(os.uname().release), check_read_ahead(),
+    ]  # fmt: skip
+
+
+def check_device(path: str) -> Finding:
+    """Can the FUSE device be opened?"""
+    elsewhere = "or read without a mount: `moonclipfs export`, or `moonclipfs.open` in Python"
+    try:
+        if not stat.S_ISCHR(os.stat(path).st_mode):
+            return Finding(
+                "fuse device", State.PROBLEM, f"{path} is no device", f"mount it into the container; {elsewhere}"
+            )
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        advice = f"`modprobe fuse`; in a container `--device /dev/fuse --cap-add SYS_ADMIN`; {elsewhere}"
+        return Finding("fuse device", State.PROBLEM, f"{path} does not exist", advice)
+    except OSError as error:
+        advice = f"`chmod 666 {path}` as root; in a container `--device /dev/fuse --cap-add SYS_ADMIN`; {elsewhere}"
+        return Finding("fuse device", State.PROBLEM, f"{path} cannot be opened: {error.strerror}", advice)
+    return Finding("fuse device", State.OK, f"{path} opens")
+
+
+def check_helper() -> Finding:
+    """Is fusermount3 there, and may it mount for this user?"""
+    path = shutil.which("fusermount3")
+    if path is None:
+        return Finding("fusermount3", State.PROBLEM, "not installed", "install the package fuse3")
+    if os.geteuid() != 0 and not os.stat(path).st_mode & stat.S_ISUID:
+        return Finding("fusermount3", State.PROBLEM, f"{path} is not setuid root", f"`chmod u+s {path}` as root")
+    return Finding("fusermount3", State.OK, path)
+
+
+def check_binding() -> Finding:
+    """Is pyfuse3 installed?"""
+    if importlib.util.find_spec("pyfuse3") is None:
+        return Finding(
+            "pyfuse3", State.PROBLEM, "not installed", "`pip install pyfuse3` (needs libfuse3-dev, pkg-config)"
+        )
+    return Finding("pyfuse3", State.OK, "installed")
+
+
+def check_allow_other(path: str) -> Finding:
+    """May this user mount for others?"""
+    if os.geteuid() == 0:
+        return Finding("allow-other", State.OK, "root may mount for other users")
+    try:
+        allowed = re.search(r"^\s*user_allow_other\b", Path(path).read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        allowed = None
+    if allowed:
+        return Finding("allow-other", State.OK, f"user_allow_other is set in {path}")
+    return Finding(
+        "allow-other", State.NOTE, "mounts are for this user only", f"for others: user_allow_other in {path}"
+    )
+
+
+def check_kernel(release: str) -> Finding:
+    """Which FUSE features does a kernel of this number have?"""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    number = (int(found[1]), int(found[2])) if found else (0, 0)
+    have = [name for since, name in _FEATURES if number >= since]
+    lack = [f"{name} (from {major}.{minor})" for (major, minor), name in _FEATURES if number < (major, minor)]
+    text = f"{release}: has {', '.join(have) or 'the basics'}" + (f"; lacks {', '.join(lack)}" if lack else "")
+    return Finding("kernel", State.OK, text)
+
+
+def check_read_ahead() -> Finding:
+    """May this user raise the read-ahead of a mount?"""
+    if os.geteuid() == 0 and os.access("/sys/class/bdi", os.W_OK):
+        return Finding("read-ahead", State.OK, "mounts raise it to 1 MiB")
+    advice = "as root: `echo 1024 > /sys/class/bdi/$(mountpoint -d DIR)/read_ahead_kb` after each mount"
+    return Finding("read-ahead", State.NOTE, "stays at the kernel's 128 KiB for this user's mounts", advice)
