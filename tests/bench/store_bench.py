@@ -1,0 +1,112 @@
+"""Whole stores, first checkpoint included, beside other ways to keep the same files.
+
+    python -m tests.bench.store_bench [--size tiny|small|full] [--series NAME,...]
+
+Prints for each series the ratio (bytes of the files / bytes stored) of every rival, and their times to write and to
+read it all as multiples of copying and of reading plain files in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.bench import series
+from tests.bench.common import MIB, SCRATCH, machine, print_table
+from tests.bench.rivals import Kept, installed
+
+TARGETS = {"weights": 1.75, "family": 5.0}
+"""Ratios that a whole store must reach."""
+
+
+def family(plan: series.Plan) -> list[Path]:
+    """One model as it lies about: the base, two fine-tunes of its head, a bf16 export, and two other files of it."""
+    base = series.make(plan, ["weights"])[0][0]
+    directory = plan.out / "family"
+    names = ("0-base", "1-tuned-a", "2-tuned-b", "3-export-bf16", "4-longer-header")
+    files = [directory / f"{name}.safetensors" for name in names] + [directory / "5-torch.pt"]
+    if all(path.exists() for path in files):
+        return files
+    directory.mkdir(parents=True, exist_ok=True)
+    state = load_file(base)
+    shutil.copyfile(base, files[0])
+    for path, seed in ((files[1], 1), (files[2], 2)):
+        head = state["head.weight"]
+        change = torch.randn(head.shape, generator=torch.Generator().manual_seed(seed))
+        save_file({**state, "head.weight": head + change * head.std() * 0.01}, path)
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, files[3])
+    save_file(state, files[4], metadata={"format": "pt", "note": "x" * 777})
+    torch.save(state, files[5])
+    return files
+
+
+def run(files: Sequence[Path]) -> dict[str, Kept]:
+    """Keep the files in every way there is, one after the other, each in a directory that is gone afterwards.
+
+    A rival that fails, or gives back other bytes, has no figure; what it said is printed.
+    """
+    kept = {}
+    for name, keep in installed().items():
+        with tempfile.TemporaryDirectory(dir=SCRATCH, prefix="store-") as scratch:
+            try:
+                result = keep(files, Path(scratch))
+            except Exception as error:
+                if name == "moonclipfs":
+                    raise
+                print(f"  {name} fails: {type(error).__name__}: {error}", flush=True)
+                continue
+        if result is not None:
+            kept[name] = result
+    return kept
+
+
+def report(results: dict[str, tuple[int, dict[str, Kept]]]) -> bool:
+    """Print one table for ratios and one for times; whether every target is reached."""
+    rivals = list(installed())
+    ratios, times, reached = [], [], True
+    for name, (size, kept) in results.items():
+        ratio = {rival: size / result.stored for rival, result in kept.items()}
+        target = TARGETS.get(name)
+        reached = reached and (target is None or ratio["moonclipfs"] >= target)
+        ratios.append([name, f"{size / MIB:.0f}", *(ratio.get(rival, "-") for rival in rivals[1:]), target or "-"])
+        copy, read = kept["plain files"].write_seconds, kept["plain files"].read_seconds
+        pairs = [
+            f"{kept[rival].write_seconds / copy:.1f} {kept[rival].read_seconds / read:.1f}" if rival in kept else "-"
+            for rival in rivals[1:]
+        ]
+        times.append([name, *pairs])
+    print("\nRatio: bytes of the files / bytes stored")
+    print_table(["series", "MiB", *rivals[1:], "target"], ratios)
+    print("\nTime to write and to read all of it, as multiples of copying and of reading plain files")
+    print_table(["series", *rivals[1:]], times)
+    return reached
+
+
+def main() -> int:
+    """Run from the command line; exit code 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=series.SIZES, default="small")
+    parser.add_argument("--series", default=",".join([*series.SERIES, "family"]))
+    parser.add_argument("--data", type=Path, help="where the series are, or are made")
+    arguments = parser.parse_args()
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+    torch.set_float32_matmul_precision("medium")
+    plan = series.Plan(arguments.data or SCRATCH / f"series-{arguments.size}", arguments.size)
+    print(machine())
+    results = {}
+    for name in arguments.series.split(","):
+        files = family(plan) if name == "family" else series.make(plan, [name])[0]
+        print(f"{name}: {len(files)} files", flush=True)
+        results[name] = sum(path.stat().st_size for path in files), run(files)
+
+    return 0 if report(results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
