@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moonclipfs import limits
+from moonclipfs.codec.checks import xxh3_64
 from moonclipfs.errors import CorruptError
-from moonclipfs.types import Buffer
+from moonclipfs.types import Buffer, DType, Kind
 
 PACK_MAGIC = b"MCPK"
 RECORD_MAGIC = b"MCOB"
@@ -35,11 +35,12 @@ ENTRY = np.dtype(
         ("kind", "u1"),
         ("dtype", "u1"),
         ("depth", "u1"),
-        ("flags", "u1"),
-        ("reserved", "<u4"),
+        ("generation", "u1"),
+        ("check", "<u4"),
     ]
 )
-"""One object of a pack. `offset` is where its encoded bytes begin in the pack; the record header stands just before."""
+"""One object of a pack. `offset` is where its encoded bytes begin in the pack; the record header stands just before.
+`check` is the low half of the XXH3 of the encoded bytes, `generation` the object's place in its line of deltas."""
 
 RECORD_BYTES = 4 + 4 + ENTRY.itemsize
 """A record header: magic, CRC-32 of the entry, the entry."""
@@ -73,8 +74,13 @@ def footer(entries: NDArray[np.void], offset: int) -> bytes:
     return table + TRAILER.pack(offset, len(entries), digest, TRAILER_MAGIC)
 
 
+def check_of(encoded: Buffer) -> int:
+    """The `check` of an entry for these encoded bytes."""
+    return xxh3_64(encoded) & 0xFFFFFFFF
+
+
 def parse_trailer(data: Buffer, pack_length: int) -> tuple[int, int, bytes]:
-    """Return (footer offset, entries, SHA-256 of the footer). Raises CorruptError unless it fits a pack of this length."""
+    """Return (footer offset, entries, SHA-256 of the footer). Raises CorruptError unless it fits the pack's length."""
     if len(data) != TRAILER.size:
         raise CorruptError("pack is too short for a trailer")
     offset, count, digest, magic = TRAILER.unpack(data)
@@ -85,12 +91,22 @@ def parse_trailer(data: Buffer, pack_length: int) -> tuple[int, int, bytes]:
     return offset, count, digest
 
 
-def parse_footer(table: Buffer, count: int, digest: bytes, footer_offset: int) -> NDArray[Any]:
-    """Return the ENTRY array of a footer. Raises CorruptError when the digest or an entry's range is wrong."""
+def parse_footer(table: Buffer, count: int, digest: bytes, footer_offset: int) -> NDArray[np.void]:
+    """Return the ENTRY array of a footer. Raises CorruptError when the digest or an entry is wrong."""
     if hashlib.sha256(table).digest() != digest:
         raise CorruptError("pack footer: SHA-256 does not match")
     entries = np.frombuffer(table, ENTRY, count)
-    ends = entries["offset"] + entries["encoded_length"]
-    if count and (int(ends.max()) > footer_offset or int(entries["offset"].min()) < HEADER.size + RECORD_BYTES):
-        raise CorruptError("pack footer: an entry lies outside the records")
+    check_entries(entries, footer_offset)
     return entries
+
+
+def check_entries(entries: NDArray[np.void], end: int) -> None:
+    """Raise CorruptError unless every entry lies in the records, which end at `end`, and is of known kind and type."""
+    offset, length = entries["offset"], entries["encoded_length"]
+    # Each bound by itself first: a sum of two unchecked 64-bit numbers may wrap around.
+    inside = (offset >= HEADER.size + RECORD_BYTES) & (offset <= end) & (length <= end)
+    if not bool((inside & (length <= end - np.minimum(offset, end))).all()):
+        raise CorruptError("pack: an entry lies outside the records")
+    known = np.isin(entries["kind"], list(Kind)) & np.isin(entries["dtype"], list(DType))
+    if not bool((known & (entries["raw_length"] <= limits.FILE_BYTES)).all()):
+        raise CorruptError("pack: an entry of unknown kind or type, or of an impossible length")
