@@ -3,7 +3,7 @@
     python -m tests.bench.series DIR [--series pretrain,moe,...] [--size tiny|small|full]
                                      [--checkpoints 6] [--every 20] [--warm 200]
 
-Each series is DIR/<series>/step-NNNNNN.safetensors; the same seed, size, threads and torch give the same bytes.
+Each series is DIR/<series>/step-NNNNNN.safetensors; the same seed, size and torch give the same bytes.
 
     pretrain       byte-level GPT, fp32 weights and both AdamW moments (betas 0.9 and 0.95)
     weights        the same training, weights only, saved every 10 steps
@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.demo.gpt import GPT, Block, batches, corpus, train
+from tests.demo.gpt import GPT, Block, batches, corpus, quiet_torch, train
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--warm", type=int, default=200)
     arguments = parser.parse_args()
-    torch.set_float32_matmul_precision("medium")
+    quiet_torch()
     plan = Plan(arguments.out, arguments.size, arguments.checkpoints, arguments.every, arguments.warm)
     make(plan, arguments.series.split(","))
 

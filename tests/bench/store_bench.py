@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.bench import series
 from tests.bench.common import MIB, SCRATCH, machine, print_table
 from tests.bench.rivals import Kept, installed
+from tests.demo.gpt import quiet_torch
 
 TARGETS = {"weights": 1.75, "family": 5.0}
 """Ratios that a whole store must reach."""
@@ -96,7 +97,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="where the series are, or are made")
     arguments = parser.parse_args()
     SCRATCH.mkdir(parents=True, exist_ok=True)
-    torch.set_float32_matmul_precision("medium")
+    quiet_torch()
     plan = series.Plan(arguments.data or SCRATCH / f"series-{arguments.size}", arguments.size)
     print(machine())
     results = {}
@@ -104,7 +105,6 @@ def main() -> int:
         files = family(plan) if name == "family" else series.make(plan, [name])[0]
         print(f"{name}: {len(files)} files", flush=True)
         results[name] = sum(path.stat().st_size for path in files), run(files)
-
     return 0 if report(results) else 1
 
 

@@ -14,6 +14,16 @@ from torch.nn import functional
 VOCABULARY = 256
 
 
+def quiet_torch() -> None:
+    """One thread, and matrix products in bf16 where the processor has them.
+
+    The layers are so small that threads would wait for each other more than they compute, without end on a busy
+    machine; and one thread makes the same bytes on every machine of a kind.
+    """
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")
+
+
 def corpus(limit: int = 16 << 20) -> Tensor:
     """Up to about `limit` bytes of the standard library's sources, as uint8."""
     text = bytearray()
