@@ -1,0 +1,202 @@
+"""Which versions of snapshots to keep: rules over lines, decided without touching the store, each decision explained.
+
+A line is the snapshots that lie side by side under one parent path, in the order in which they were bound (never in
+the order of their names: `checkpoint-10000` follows `checkpoint-9900`). Rules count the names of a line by their
+newest version. What a later version replaced, or what was removed, is nothing that anyone sees at its path: a rule
+drops it unless `keep_versions` or a pin keeps it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from moonclipfs.errors import NotFoundError, UsageError
+from moonclipfs.store.log import Names, parse_spec
+from moonclipfs.types import Version
+
+_LAST_INTEGER = re.compile(r"(\d+)(?!.*\d)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What to keep of each line; a version stays when any rule or pin keeps it.
+
+    `names` limits the rules to snapshots: `NAME`, everything below `NAME`, or a glob; empty means all. Without any
+    keep rule, `names` are what is to go, and `NAME@N` is one version. `pinned` are names, `NAME@N`, or globs: they
+    never go and are never counted.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_versions: int = 1
+    names: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
+
+    @property
+    def has_keep_rule(self) -> bool:
+        """True when rules choose among the snapshots, rather than `names` alone."""
+        return self.keep_last is not None or self.keep_every is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of one version, and why."""
+
+    version: Version
+    keep: bool
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A decision for each version that the rules looked at, ordered by line, then by binding."""
+
+    decisions: tuple[Decision, ...]
+
+    @property
+    def keep(self) -> tuple[Version, ...]:
+        """The versions that stay."""
+        return tuple(decision.version for decision in self.decisions if decision.keep)
+
+    @property
+    def drop(self) -> tuple[Version, ...]:
+        """The versions that go."""
+        return tuple(decision.version for decision in self.decisions if not decision.keep)
+
+
+def line_of(path: str) -> str:
+    """The line that a snapshot belongs to: its parent path, empty at the top."""
+    return path.rpartition("/")[0]
+
+
+def step_of(version: Version) -> int | None:
+    """The training step: `step` of the metadata, else the last integer in the last part of the name, else None."""
+    step = version.metadata.get("step")
+    if isinstance(step, int) and not isinstance(step, bool):
+        return step
+    found = _LAST_INTEGER.search(version.path.rpartition("/")[2])
+    return int(found[1]) if found else None
+
+
+def plan(names: Names, rules: Rules) -> Plan:
+    """Decide for every version in reach of `rules` whether it stays.
+
+    Raises UsageError for a number below 1, for rules and names that say nothing, and for an explicit name that is
+    pinned; NotFoundError for a name or a pin that no version has.
+    """
+    _check(rules)
+    versions = sorted(names.all_versions(), key=lambda version: version.sequence)
+    pinned = _select(versions, rules.pinned)
+    chosen = _select(versions, rules.names) if rules.names else versions
+    if not rules.has_keep_rule:
+        return _explicit(chosen, pinned)
+    bound = {path: version.number for path, version in names.bound().items()}
+    lines: defaultdict[str, list[Version]] = defaultdict(list)
+    for version in chosen:
+        lines[line_of(version.path)].append(version)
+    pins = {(version.path, version.number) for version in pinned}
+    return Plan(
+        tuple(decision for line in sorted(lines) for decision in _Line(lines[line], bound, rules, pins).decide())
+    )
+
+
+def _check(rules: Rules) -> None:
+    for option, value in (
+        ("--keep-last", rules.keep_last),
+        ("--keep-every", rules.keep_every),
+        ("--keep-versions", rules.keep_versions),
+    ):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: must be 1 or more; to remove everything, name it")
+    if not rules.names and not rules.has_keep_rule:
+        raise UsageError("nothing to forget: give names, or --keep-last or --keep-every")
+    if rules.has_keep_rule and (single := [name for name in rules.names if parse_spec(name)[1] is not None]):
+        raise UsageError(f"{single[0]} is one version, while --keep-last and --keep-every choose among names")
+
+
+def _select(versions: Sequence[Version], patterns: Iterable[str]) -> list[Version]:
+    """The versions that any pattern names, in their order. Raises NotFoundError for a pattern that names none."""
+    found: set[int] = set()
+    for pattern in patterns:
+        path, number = parse_spec(pattern)
+        matching = {
+            at
+            for at, version in enumerate(versions)
+            if number in (None, version.number)
+            and (version.path == path or version.path.startswith(path + "/") or fnmatchcase(version.path, path))
+        }
+        if not matching:
+            raise NotFoundError(f"no snapshot is called {pattern!r}; `moonclipfs ls` lists them")
+        found |= matching
+    return [versions[at] for at in sorted(found)]
+
+
+def _explicit(chosen: Iterable[Version], pinned: Iterable[Version]) -> Plan:
+    pins = {(version.path, version.number) for version in pinned}
+    for version in chosen:
+        if (version.path, version.number) in pins:
+            raise UsageError(f"{version.path}@{version.number} is pinned: it cannot be forgotten")
+    return Plan(tuple(Decision(version, False, ("named",)) for version in chosen))
+
+
+class _Line:
+    """One line of versions, in the order of binding, and what the rules say of them."""
+
+    def __init__(
+        self, versions: list[Version], bound: Mapping[str, int], rules: Rules, pins: set[tuple[str, int]]
+    ) -> None:
+        self._versions = versions
+        self._bound = bound
+        self._rules = rules
+        self._pins = pins
+        self._kept_names = self._choose_names()
+
+    def decide(self) -> Iterator[Decision]:
+        """Decisions in the order of the versions."""
+        later: Counter[str] = Counter()  # versions of each name that come after the one in hand
+        decisions = []
+        for version in reversed(self._versions):
+            reasons = self._reasons(version, later[version.path])
+            later[version.path] += self._present(version)
+            decisions.append(Decision(version, bool(reasons), tuple(reasons) or (self._why_dropped(version),)))
+        return reversed(decisions)
+
+    def _present(self, version: Version) -> bool:
+        """True for what stands at its path, or stood there until a version of the same name replaced it."""
+        return version.removed == 0 and version.path in self._bound
+
+    def _choose_names(self) -> dict[str, list[str]]:
+        """The names that stay, each with its reasons."""
+        rules = self._rules
+        current = [version for version in self._versions if self._bound.get(version.path) == version.number]
+        reasons: defaultdict[str, list[str]] = defaultdict(list)
+        if current:
+            reasons[current[-1].path].append("newest of its line")
+        counted = [version for version in current if (version.path, version.number) not in self._pins]
+        for version in counted[-rules.keep_last :] if rules.keep_last is not None else ():
+            reasons[version.path].append(f"among the last {rules.keep_last}")
+        for version in current if rules.keep_every is not None else ():
+            step = step_of(version)
+            if step is not None and step % (rules.keep_every or 1) == 0:
+                reasons[version.path].append(f"step {step} is a multiple of {rules.keep_every}")
+        return dict(reasons)
+
+    def _reasons(self, version: Version, later: int) -> list[str]:
+        reasons = ["pinned"] if (version.path, version.number) in self._pins else []
+        if not self._present(version):
+            return reasons
+        if later == 0:
+            return reasons + self._kept_names.get(version.path, [])
+        if later < self._rules.keep_versions and version.path in self._kept_names:
+            reasons.append(f"among the newest {self._rules.keep_versions} versions of a kept name")
+        return reasons
+
+    def _why_dropped(self, version: Version) -> str:
+        if not self._present(version):
+            return "removed"
+        current = self._bound[version.path]
+        return "no rule keeps it" if current == version.number else f"replaced by version {current}"
