@@ -1,0 +1,321 @@
+"""Where each object is stored: a cache in SQLite, made of the footers of packs alone.
+
+It is never truth. It is made anew when it is missing, damaged or of another version, it goes on in memory where it
+cannot be written, and what it says of an object is checked against the pack when that is read. Opening it compares
+it with the list of packs, so it never names a pack that vanished before.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import struct
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonclipfs import limits
+from moonclipfs.errors import CorruptError, MissingObjectError
+from moonclipfs.store import packfile
+from moonclipfs.store.backend import Backend, KeyInfo
+from moonclipfs.store.cachedb import CacheDatabase, transaction
+from moonclipfs.store.packs import Location, PackReader, pack_key, pack_of_key
+from moonclipfs.types import NO_ID, DType, Kind, ObjectId
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE packs (
+    number INTEGER PRIMARY KEY,     -- in the order in which this host met them
+    name TEXT NOT NULL UNIQUE,
+    bytes INTEGER NOT NULL,
+    entries INTEGER NOT NULL,
+    damaged INTEGER NOT NULL        -- 1: its footer is, and the entries were found by scanning
+);
+CREATE TABLE objects (
+    row INTEGER PRIMARY KEY,        -- the pack's number << 22 | the entry's: sorted by pack, newest last
+    key INTEGER NOT NULL,           -- the first 8 bytes of the id
+    label INTEGER,                  -- NULL for 0
+    elements INTEGER,               -- of data objects that have a sketch
+    entry BLOB NOT NULL             -- packfile.ENTRY
+)
+"""
+_INDEXES = (
+    "CREATE INDEX IF NOT EXISTS by_key ON objects (key)",
+    "CREATE INDEX IF NOT EXISTS by_label ON objects (label) WHERE label IS NOT NULL",
+    "CREATE INDEX IF NOT EXISTS by_elements ON objects (elements) WHERE elements IS NOT NULL",
+)
+_ROW_BITS = 22
+_ENTRIES = f"SELECT row, name, entry FROM objects JOIN packs ON number = row >> {_ROW_BITS}"
+_KEYS_AT_ONCE = 256
+_ROWS_AT_ONCE = 4096
+_INSERT_AT_ONCE = 1 << 17
+"""Entries that one transaction adds, about: it bounds memory, and how long other processes wait."""
+_WIDTHS = np.array([max(1, DType(code).width) for code in range(len(DType))])
+
+
+@dataclass(frozen=True, slots=True)
+class PackInfo:
+    """One pack: its length in bytes, how many objects it holds, whether its footer is damaged."""
+
+    bytes: int
+    entries: int
+    damaged: bool = False
+
+
+class Index:
+    """Finds objects. Thread-safe; processes of one host share the file. Not to be used in a forked child.
+
+    Methods raise BusyError when another process holds the file for a minute, BackendError when the packs cannot
+    be listed or read.
+    """
+
+    def __init__(self, path: Path | None, backend: Backend, packs: PackReader, store_id: str) -> None:
+        """Nothing is read before the first use. `path` None keeps the index in memory."""
+        self._backend = backend
+        self._packs = packs
+        self._database = CacheDatabase(path, _SCHEMA, _VERSION, store_id, self._sync)
+        self._condemned: frozenset[str] = frozenset()
+        self._rebuilt = False
+
+    # Finding
+
+    def find(self, object_id: ObjectId, *, usable: bool = False) -> Location | None:
+        """Return where an object is, or None. See `find_many`."""
+        return self.find_many([object_id], usable=usable).get(object_id)
+
+    def find_many(self, ids: Iterable[ObjectId], *, usable: bool = False) -> dict[ObjectId, Location]:
+        """Return where objects are; those that are in no pack are left out.
+
+        With `usable`, only encodings that something new may refer to: neither they nor any base behind them lie in
+        condemned packs or are missing. Such an answer holds if the names were read, given to `set_condemned`, and
+        followed by `sync`, all after a lease began to hold the log's state.
+        """
+        wanted = set(ids)
+        return self._database.run(lambda connection: self._find(connection, wanted, usable, limits.CHAIN_READ_DEPTH))
+
+    def locate(self, object_id: ObjectId) -> Location:
+        """Return where an object is that must be somewhere: looks for new packs, and makes the index anew, if need be.
+
+        Raises MissingObjectError.
+        """
+        location = self.find(object_id)
+        if location is None:
+            self.sync()
+            location = self.find(object_id)
+        if location is None and not self._rebuilt:
+            log.info("object %s is not in the index: it is made anew from the packs", object_id.hex())
+            self.rebuild()
+            location = self.find(object_id)
+        if location is None:
+            raise MissingObjectError(f"object {object_id.hex()} is in no pack of {self._backend.path('packs')}")
+        return location
+
+    def relocate(self, location: Location) -> Location | None:
+        """Return a better answer than `location`, whose bytes were not there or not right; None when there is none.
+
+        The footer of its pack is read again. When that says the same, another pack may still hold the object.
+        Raises MissingObjectError when no pack holds it.
+        """
+
+        def work(connection: sqlite3.Connection) -> list[Location]:
+            self._drop(connection, [location.pack])
+            self._sync(connection)
+            return self._candidates(connection, {location.object_id}).get(location.object_id, [])
+
+        found = self._database.run(work) or [self.locate(location.object_id)]
+        return next((other for other in found if other != location), None)
+
+    def by_label(self, label: int, limit: int = 8) -> list[Location]:
+        """Return usable objects with this label (not 0), the newest first."""
+        return self._recent("label", label - (1 << 64) if label >> 63 else label, limit) if label else []
+
+    def by_elements(self, elements: int, limit: int = 256) -> list[Location]:
+        """Return usable data objects that have a sketch and so many elements, the newest first."""
+        return self._recent("elements", elements, limit)
+
+    def iterate(self) -> Iterator[Location]:
+        """Yield every entry of every pack: an object that several packs hold comes several times."""
+        after, locations = self._database.run(partial(_page, after=-1))
+        while locations:
+            yield from locations
+            after, locations = self._database.run(partial(_page, after=after))
+
+    def packs(self) -> dict[str, PackInfo]:
+        """Return the packs that the index knows."""
+        query = "SELECT name, bytes, entries, damaged FROM packs"
+        rows = self._database.run(lambda connection: connection.execute(query).fetchall())
+        return {name: PackInfo(size, entries, bool(damaged)) for name, size, entries, damaged in rows}
+
+    # Keeping up with the packs
+
+    def set_condemned(self, packs: Collection[str]) -> None:
+        """Say which packs are condemned. One that was stays so until it is gone: the log may forget it before we do."""
+        self._condemned |= frozenset(packs)
+
+    def sync(self) -> None:
+        """Compare with the list of packs: read the footers of new ones, drop those that vanished."""
+        self._database.run(self._sync)
+
+    def add_pack(self, pack: str, entries: NDArray[np.void]) -> None:
+        """Learn of a pack that was just published; `entries` is its footer."""
+        info = PackInfo(self._backend.size(pack_key(pack)), len(entries))
+        self._database.run(lambda connection: self._insert(connection, [(pack, info, entries)]))
+
+    def drop_pack(self, pack: str) -> None:
+        """Forget a pack that was deleted."""
+        self._database.run(lambda connection: self._drop(connection, [pack]))
+
+    def rebuild(self) -> None:
+        """Make the index anew from the footers of all packs."""
+        self._rebuilt = True
+        self._database.discard()
+        self._database.run(lambda connection: None)
+
+    def close(self) -> None:
+        """Close the file; the next use opens it again."""
+        self._database.close()
+
+    # Queries
+
+    def _candidates(self, connection: sqlite3.Connection, ids: set[ObjectId]) -> dict[ObjectId, list[Location]]:
+        """All locations of objects, those outside condemned packs first, then those with shorter chains."""
+        found: dict[ObjectId, list[Location]] = {}
+        keys = [int.from_bytes(object_id[:8], "little", signed=True) for object_id in ids]
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            part = keys[start : start + _KEYS_AT_ONCE]
+            marks = ",".join("?" * len(part))
+            for location in _locations(connection.execute(f"{_ENTRIES} WHERE key IN ({marks})", part)):
+                if location.object_id in ids:
+                    found.setdefault(location.object_id, []).append(location)
+        for locations in found.values():
+            locations.sort(key=lambda location: (location.pack in self._condemned, location.depth))
+        return found
+
+    def _find(
+        self, connection: sqlite3.Connection, ids: set[ObjectId], usable: bool, links: int
+    ) -> dict[ObjectId, Location]:
+        found = [location for many in self._candidates(connection, ids).values() for location in many]
+        answer: dict[ObjectId, Location] = {}
+        for location in self._usable(connection, found, links) if usable else found:
+            answer.setdefault(location.object_id, location)
+        return answer
+
+    def _usable(self, connection: sqlite3.Connection, locations: Sequence[Location], links: int) -> list[Location]:
+        """Those outside condemned packs whose bases are all usable too, `links` deep at most.
+
+        A delta that nothing refers to may outlive its base: gc keeps what is referred to, and deletes whole packs.
+        """
+        kept = [location for location in locations if location.pack not in self._condemned]
+        bases = {location.base for location in kept if location.base != NO_ID}
+        if not bases:
+            return kept
+        known = self._find(connection, bases, True, links - 1) if links else {}
+        return [location for location in kept if location.base == NO_ID or location.base in known]
+
+    def _recent(self, column: str, value: int, limit: int) -> list[Location]:
+        def work(connection: sqlite3.Connection) -> list[Location]:
+            found: dict[ObjectId, Location] = {}
+            cursor = connection.execute(f"{_ENTRIES} WHERE {column} = ? ORDER BY row DESC", (value,))
+            while len(found) < limit and (rows := cursor.fetchmany(limit)):
+                for location in self._usable(connection, list(_locations(rows)), limits.CHAIN_READ_DEPTH):
+                    found.setdefault(location.object_id, location)
+            return list(found.values())[:limit]
+
+        return self._database.run(work)
+
+    # Changes
+
+    def _sync(self, connection: sqlite3.Connection) -> None:
+        present: dict[str, KeyInfo] = {}
+        for info in self._backend.list("packs/"):
+            pack = pack_of_key(info.key)
+            if pack is not None:
+                present[pack] = info
+        known = dict(connection.execute("SELECT name, bytes FROM packs").fetchall())
+        # A pack of another length than it had was cut off: what is left of it is read anew.
+        stale = {pack for pack, size in known.items() if pack not in present or present[pack].size != size}
+        self._drop(connection, stale)
+        self._condemned &= present.keys()
+        new = present.keys() - (known.keys() - stale)
+        batch, count = [], 0
+        for pack in sorted(new, key=lambda pack: (present[pack].modified_ns, pack)):
+            read = self._read_entries(pack)
+            if read is not None:
+                entries, damaged = read
+                batch.append((pack, PackInfo(present[pack].size, len(entries), damaged), entries))
+                count += len(entries)
+            if count >= _INSERT_AT_ONCE:
+                self._insert(connection, batch)
+                batch, count = [], 0
+        self._insert(connection, batch)
+        for statement in _INDEXES:
+            connection.execute(statement)
+
+    def _read_entries(self, pack: str) -> tuple[NDArray[np.void], bool] | None:
+        """The entries of a pack and whether its footer is damaged; None when it was deleted since it was listed."""
+        try:
+            return self._packs.entries(pack), False
+        except MissingObjectError:
+            return None
+        except CorruptError as error:
+            log.warning("%s; its objects are found by scanning it: run `moonclipfs verify`", error)
+        try:
+            return self._packs.scan(pack), True
+        except MissingObjectError:
+            return None
+
+    def _insert(self, connection: sqlite3.Connection, new: Iterable[tuple[str, PackInfo, NDArray[np.void]]]) -> None:
+        with transaction(connection):
+            for pack, info, entries in new:
+                if connection.execute("SELECT 1 FROM packs WHERE name = ?", (pack,)).fetchone():
+                    continue  # another process was faster
+                (number,) = connection.execute("SELECT coalesce(max(number), 0) + 1 FROM packs").fetchone()
+                values = (number, pack, info.bytes, info.entries, info.damaged)
+                connection.execute("INSERT INTO packs VALUES (?, ?, ?, ?, ?)", values)
+                connection.executemany("INSERT INTO objects VALUES (?, ?, ?, ?, ?)", _rows(number, entries))
+
+    def _drop(self, connection: sqlite3.Connection, packs: Collection[str]) -> None:
+        if not packs:
+            return
+        self._packs.forget(packs)
+        with transaction(connection):
+            for pack in packs:
+                gone = connection.execute("DELETE FROM packs WHERE name = ? RETURNING number", (pack,)).fetchall()
+                for (number,) in gone:
+                    rows = (number << _ROW_BITS, (number + 1) << _ROW_BITS)
+                    connection.execute("DELETE FROM objects WHERE row >= ? AND row < ?", rows)
+
+
+def _page(connection: sqlite3.Connection, after: int) -> tuple[int, list[Location]]:
+    """The locations of some rows past row `after`, and the last of these rows."""
+    query = f"{_ENTRIES} WHERE row > ? ORDER BY row LIMIT ?"
+    rows = connection.execute(query, (after, _ROWS_AT_ONCE)).fetchall()
+    return rows[-1][0] if rows else after, list(_locations(rows))
+
+
+def _locations(rows: Iterable[tuple[int, str, bytes]]) -> Iterator[Location]:
+    """Locations of rows as `_ENTRIES` gives them. Raises sqlite3.DatabaseError for rows that nobody wrote like this."""
+    for _, name, entry in rows:
+        try:
+            yield Location.from_entry(name, entry)
+        except (struct.error, TypeError, CorruptError) as error:
+            raise sqlite3.DatabaseError(f"a row makes no sense: {error}") from error
+
+
+def _rows(number: int, entries: NDArray[np.void]) -> Iterator[tuple[int, int, int | None, int | None, bytes]]:
+    """Rows of the table of objects for a pack's footer."""
+    raw, length = entries.tobytes(), packfile.ENTRY.itemsize
+    keys = np.frombuffer(entries["id"].tobytes(), "<i8")[::4]
+    sketches = np.frombuffer(entries["sketch"].tobytes(), np.uint8).reshape(-1, 32)
+    sketched = sketches.any(axis=1) & (entries["kind"] == Kind.DATA)
+    elements = np.where(sketched, entries["raw_length"].astype(np.int64) // _WIDTHS[entries["dtype"]], 0)
+    first = number << _ROW_BITS
+    columns = zip(keys.tolist(), entries["label"].astype("<i8").tolist(), elements.tolist(), strict=True)
+    for row, (key, label, count) in enumerate(columns):
+        yield first + row, key, label or None, count or None, raw[row * length : (row + 1) * length]
