@@ -28,6 +28,8 @@ NAME_BYTES = 255
 PATH_BYTES = 4096
 PATH_DEPTH = 128
 SYMLINK_BYTES = 4095
+SYMLINKS = 40
+"""Symbolic links followed for one path, as the kernel does."""
 XATTR_BYTES = 64 * KIB
 FILE_BYTES = 1 << 56
 
@@ -80,14 +82,41 @@ INDEX_BYTES = 64 * MIB
 INGEST_BYTES = 256 * MIB
 """Raw bytes that one ingest holds in memory at most."""
 BLOCK_CACHE_BYTES = 256 * MIB
-PREFETCH_BYTES = 8 * MIB
 HEAD_CACHE_BYTES = 32 * MIB
 """Parsed heads of encoded objects."""
 DIRECTORY_CACHE_ENTRIES = 1 << 17
 RECIPE_CACHE_EXTENTS = 1 << 18
 LAYOUT_CACHE_TENSORS = 1 << 17
+
+# Mount
 OPEN_HANDLES = 1 << 16
-NODES = 1 << 22
+"""Files and directories open at one time."""
+NODES = 1 << 20
+"""Names that the kernel may know at one time; past a quarter of it, it is asked to forget the oldest."""
+PREFETCH_BYTES = 16 * MIB
+"""Read ahead of one sequential reader at most, and only where the block cache holds several times as much."""
+PREFETCH_STEP_BYTES = 1 * MIB
+"""Decoded ahead by one thread at a time."""
+PREFETCH_QUEUE = 256
+STREAMS = 8
+"""Sequential readers of one file that are told apart."""
+READ_THREADS = 16
+"""Reads that wait for the store at one time; more wait their turn."""
+METADATA_THREADS = 4
+KERNEL_READ_AHEAD_KIB = 1024
+"""The kernel's own read-ahead on a mount: its longest request."""
+NAME_TIMEOUT_SECONDS = 0.5
+"""How long the kernel may believe a name that a publish or a forget can change."""
+CONTENT_TIMEOUT_SECONDS = 3600.0
+"""The same for what lies inside a snapshot; where that changes after all, the kernel is told."""
+LISTING_BATCH = 128
+"""Names of a directory looked up together."""
+CONTROL_LINE_BYTES = 64 * KIB
+CONTROL_CLIENTS = 16
+MOUNT_LOG_BYTES = 8 * MIB
+"""The log file of a mount; one older one is kept beside it."""
+HOLDERS_NAMED = 10
+"""Processes that a busy unmount names."""
 
 # Leases
 LEASE_REFRESH_SECONDS = 0.5

@@ -28,8 +28,9 @@ class RegionKind(enum.IntEnum):
 class Region:
     """`length` bytes of a file at `offset`.
 
-    A TENSOR region has a name; the product of `shape` times the bits of `dtype` is exactly `length` bytes. Elements
-    that no `DType` describes (quantised blocks, strings) are BYTES, and `shape` then counts bytes.
+    `name` is that of a TENSOR region, which a file may leave empty; the product of `shape` times the bits of `dtype`
+    is exactly `length` bytes. Elements that no `DType` describes (quantised blocks, strings) are BYTES, and `shape`
+    then counts bytes.
     """
 
     offset: int

@@ -6,12 +6,12 @@ does no harm: any key order, gaps between tensors and bytes after them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from moonclipfs import limits
 from moonclipfs.errors import ParseError, TruncatedError
+from moonclipfs.formats import jsontext
 from moonclipfs.formats.layout import (
     Layout,
     Region,
@@ -59,8 +59,8 @@ def parse(source: Source) -> Layout:
         raise ParseError(f"header of {header_end - _LENGTH_BYTES} bytes, at most {limits.HEADER_BYTES} are read")
     if header_end > source.size:
         raise TruncatedError(f"header short by {header_end - source.size} bytes")
-    header = _load(bytes(source.read(_LENGTH_BYTES, header_end - _LENGTH_BYTES)))
-    metadata = _metadata(header.pop(_METADATA, {}))
+    header = jsontext.fields(jsontext.load(bytes(source.read(_LENGTH_BYTES, header_end - _LENGTH_BYTES))), "the header")
+    metadata = _metadata(header.pop(_METADATA, ()))
     entries = [_entry(name, value) for name, value in header.items()]
     whole = [entry for entry in entries if header_end + entry.end <= source.size]
     regions = [Region(0, header_end, RegionKind.HEADER)]
@@ -75,44 +75,10 @@ def parse(source: Source) -> Layout:
     return Layout(FORMAT, covered, tuple(tensors), metadata, reason, truncated=missing > 0)
 
 
-def _load(data: bytes) -> dict[str, object]:
-    """Return the header as a dict of its keys; inner objects are tuples of pairs, which are smaller."""
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > limits.JSON_VALUES:
-        raise ParseError(f"header of more than {limits.JSON_VALUES} values")
-    try:
-        pairs = json.loads(data.decode("utf-8"), object_pairs_hook=tuple, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ParseError(f"header is not JSON: {error}") from error
-    if not _is_object(pairs):
-        raise ParseError("header is not a JSON object")
-    return _unique(pairs)
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise ParseError(f"header is not JSON: {word}")
-
-
-def _is_object(value: object) -> bool:
-    """Tell a JSON object from the other values: only objects become tuples."""
-    return isinstance(value, tuple)
-
-
-def _unique(pairs: tuple[tuple[str, object], ...]) -> dict[str, object]:
-    """Return `pairs` as a dict; raises ParseError when a key is there twice."""
-    result: dict[str, object] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ParseError(f"DuplicateKey({quoted(key)}): the header names it twice")
-        result[key] = value
-    return result
-
-
 def _metadata(value: object) -> Mapping[str, str]:
     """Return `__metadata__`, which may be empty but holds strings only."""
-    if not isinstance(value, (tuple, dict)):
-        raise ParseError(f"{_METADATA} is not a JSON object")
     result: dict[str, str] = {}
-    for key, text in _unique(tuple(value)).items():
+    for key, text in jsontext.fields(value, _METADATA).items():
         if not isinstance(text, str):
             raise ParseError(f"{_METADATA}: the value of {quoted(key)} is not a string")
         result[key] = text
@@ -122,9 +88,7 @@ def _metadata(value: object) -> Mapping[str, str]:
 def _entry(name: str, value: object) -> _Entry:
     """Check one tensor of the header."""
     checked_name(name)
-    if not isinstance(value, tuple):
-        raise ParseError(f"{quoted(name)} is not a JSON object")
-    fields = _unique(value)
+    fields = jsontext.fields(value, quoted(name))
     if fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise ParseError(f"{quoted(name)} has the fields {', '.join(map(quoted, sorted(fields)[:9]))}")
     dtype_name = fields["dtype"]

@@ -87,6 +87,8 @@ class Window:
             wanted = min(limit + 1, self.left)
             self._fill(wanted)
             end = self._data.find(b"\n", 0, wanted)
+            if end < 0 and wanted <= limit:
+                raise self._short(wanted + 1)
         if end < 0 or end - self._at > limit:
             raise ParseError(f"no line end within {limit} bytes at byte {self.position}")
         data = self._data[self._at : end]

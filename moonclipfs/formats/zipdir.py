@@ -98,13 +98,14 @@ def _directory(source: Source) -> tuple[int, int, int]:
         _, disk64, directory_end, disks = _LOCATOR.unpack(source.read(locator_at, _LOCATOR.size))
         if disk64 or disks > 1 or directory_end + _END64.size > locator_at:
             raise ParseError("the zip64 locator points outside the archive")
-        magic, _, _, _, disk, start_disk, here, count64, length64, start64 = _END64.unpack(
+        magic, _, _, _, disk64, start_disk64, here, count64, length64, start64 = _END64.unpack(
             source.read(directory_end, _END64.size)
         )
         if magic != _END64_MAGIC:
             raise ParseError("the zip64 locator does not point at a zip64 end record")
         if count not in (count64, 0xFFFF) or length not in (length64, _IN_EXTRA) or start not in (start64, _IN_EXTRA):
             raise ParseError("the zip64 end record disagrees with the end record")
+        disk, start_disk = disk | disk64, start_disk | start_disk64
         count, length, start = count64, length64, start64
     if disk or start_disk or here != count:
         raise ParseError("the archive spans several disks")
