@@ -22,14 +22,12 @@ is_done() {
 # The first interpreter that runs and is new enough. Asked by running it: a shim may exist and refuse.
 find_python() {
     local name
-    for name in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.14; do
+    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.14}; do
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             command -v "$name"
             return
         fi
-        [[ -z ${PYTHON:-} ]] || die "PYTHON=$PYTHON is no Python 3.11 or newer"
     done
-    return 1
 }
 
 # Debian's names of the system packages that are missing. Each is asked for by what it gives, since the
@@ -44,7 +42,7 @@ missing_packages() {
     has_header zstd.h || echo libzstd-dev
     has_header xxhash.h || echo libxxhash-dev
     if [[ -z $python ]]; then
-        echo python3 python3-dev python3-venv
+        printf '%s\n' python3 python3-dev python3-venv
     elif [[ $("$python" -c 'import sys; print(sys.base_prefix)') == /usr ]]; then
         local version
         version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
@@ -58,27 +56,26 @@ has_header() { compgen -G "/usr/include/$1" >/dev/null || compgen -G "/usr/inclu
 has_python_header() { [[ -e $("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]]; }
 
 install_packages() {
-    local command="apt-get install -y --no-install-recommends $*" as_root=()
-    if ! command -v apt-get >/dev/null; then
-        die "missing: $*. Install what these Debian packages give, then run this again."
-    fi
+    local install="apt-get install -y --no-install-recommends $*" as_root=
+    command -v apt-get >/dev/null || die "missing: $*. Install what these Debian packages give, then run this again."
     if [[ $(id -u) != 0 ]]; then
-        command -v sudo >/dev/null || die "missing: $*. Install them as root, then run this again:  $command"
-        as_root=(sudo)
+        command -v sudo >/dev/null || die "missing: $*. Install them as root, then run this again:  $install"
+        as_root=sudo
     fi
     say "installing $*"
-    "${as_root[@]}" apt-get update -qq || say "apt-get update failed; trying with the package lists at hand"
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive $command >&2 ||
-        die "could not install: $*. Install them as root, then run this again:  $command"
+    $as_root sh -c "apt-get update -qq; DEBIAN_FRONTEND=noninteractive $install" >&2 ||
+        die "could not install: $*. Install them as root, then run this again:  $install"
 }
 
 main() {
     ! is_done || exit 0
     local python packages
-    python=$(find_python) || python=
-    packages=$(missing_packages "$python" | xargs)
-    [[ -z $packages ]] || install_packages $packages
-    python=$(find_python) || die "no Python 3.11 or newer; give one by PYTHON=/path/to/python3.x"
+    python=$(find_python)
+    [[ -n $python || -z ${PYTHON:-} ]] || die "PYTHON=$PYTHON is no Python 3.11 or newer"
+    mapfile -t packages < <(missing_packages "$python")
+    ((${#packages[@]} == 0)) || install_packages "${packages[@]}"
+    python=$(find_python)
+    [[ -n $python ]] || die "no Python 3.11 or newer; give one by PYTHON=/path/to/python3.x"
     has_python_header "$python" || die "$python has no Python.h; give another one by PYTHON=/path/to/python3.x"
 
     rm -f "$stamp"
