@@ -1,0 +1,49 @@
+"""The process behind a mount in the background; `mount.mount` starts it and waits for its report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+def main() -> None:
+    """Leave the starting process, serve the mount that the JSON in the first argument names, report through a pipe."""
+    # Before anything is imported that starts threads.
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    request = json.loads(sys.argv[1])
+    report_fd = request["report_fd"]
+    os.set_inheritable(report_fd, False)
+
+    from moonclipfs.errors import MoonclipError
+    from moonclipfs.fuse.prepare import MountOptions
+    from moonclipfs.fuse.server import serve, set_up_log
+
+    def report(message: Mapping[str, Any]) -> None:
+        os.write(report_fd, json.dumps(message).encode())
+        os.close(report_fd)
+
+    def ready() -> None:
+        report({"ready": os.getpid()})
+        os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # whoever started this has read what was said until here
+
+    options = MountOptions(**request["options"])
+    try:
+        set_up_log(options.log, request["mountpoint"], background=True)
+        os.chdir("/")
+        serve(request["store"], request["mountpoint"], options, ready)
+    except MoonclipError as error:
+        report({"error": type(error).__name__, "message": str(error)})
+        sys.exit(error.exit_code)
+    except Exception:
+        logging.getLogger(__name__).exception("the server ended by an unexpected error")
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The control socket of a mount: one JSON object a line in, one out. Only its owner and root may talk to it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from moonclipfs import limits
+from moonclipfs.errors import MountError, NotFoundError, PermissionDeniedError
+
+log = logging.getLogger(__name__)
+
+Answer = Callable[[], Mapping[str, Any]]
+_PEER = struct.Struct("3i")
+
+
+def runtime_directory() -> Path:
+    """Where this user's sockets and logs of mounts lie; made when absent. Raises PermissionDeniedError."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(runtime, "moonclipfs") if runtime else Path(f"/tmp/moonclipfs-{os.geteuid()}")
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(directory)
+    except OSError as error:
+        raise PermissionDeniedError(f"cannot make {directory}: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionDeniedError(
+            f"{directory} is not a directory of yours alone (mode 0700): remove it, or set XDG_RUNTIME_DIR"
+        )
+    return directory
+
+
+def runtime_path(mountpoint: str, suffix: str) -> Path:
+    """The socket ("sock") or log ("log") of the mount at a real path."""
+    name = hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:16]
+    return runtime_directory() / f"{name}.{suffix}"
+
+
+class ControlServer:
+    """Listens for as long as `serve` runs."""
+
+    def __init__(self, path: Path, operations: Mapping[str, Answer]) -> None:
+        """`operations` answers each "op". A socket of a dead server at `path` is replaced."""
+        self.path = path
+        self._operations = operations
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        before = os.umask(0o177)
+        try:
+            self._socket.bind(str(path))
+        finally:
+            os.umask(before)
+        self._socket.listen(limits.CONTROL_CLIENTS)
+
+    async def serve(self) -> None:
+        """Answer until cancelled; then remove the socket."""
+        clients = trio.CapacityLimiter(limits.CONTROL_CLIENTS)
+
+        async def client(stream: trio.SocketStream) -> None:
+            async with clients, stream:
+                await self._talk(stream)
+
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._socket))
+        try:
+            await trio.serve_listeners(client, [listener])
+        finally:
+            self.path.unlink(missing_ok=True)
+
+    async def _talk(self, stream: trio.SocketStream) -> None:
+        credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        _, uid, _ = _PEER.unpack(credentials)
+        if uid not in (os.geteuid(), 0):
+            return
+        received = bytearray()
+        with contextlib.suppress(trio.BrokenResourceError):
+            async for data in stream:
+                received += data
+                while b"\n" in received:
+                    line, _, rest = bytes(received).partition(b"\n")
+                    received[:] = rest
+                    await stream.send_all(json.dumps(self._answer(line)).encode() + b"\n")
+                if len(received) > limits.CONTROL_LINE_BYTES:
+                    return
+
+    def _answer(self, line: bytes) -> Mapping[str, Any]:
+        try:
+            request = json.loads(line)
+            operation = self._operations[request["op"]]
+        except (ValueError, LookupError, TypeError):
+            return {"error": f'a request is {{"op": NAME}} on one line; the names are {sorted(self._operations)}'}
+        return operation()
+
+
+def ask(mountpoint: str, operation: str, timeout: float = 5.0) -> dict[str, Any]:
+    """Ask the server of the mount at a real path. Raises NotFoundError when none listens, MountError for no answer."""
+    with _connect(mountpoint) as client:
+        client.settimeout(timeout)
+        try:
+            client.sendall(json.dumps({"op": operation}).encode() + b"\n")
+            with client.makefile("rb") as lines:
+                answer = json.loads(lines.readline(limits.CONTROL_LINE_BYTES))
+        except (OSError, ValueError) as error:
+            raise MountError(f"the server of {mountpoint} does not answer: {error}") from error
+    if not isinstance(answer, dict) or "error" in answer:
+        raise MountError(f"the server of {mountpoint} answers {answer}")
+    return answer
+
+
+def server_pid(mountpoint: str) -> int | None:
+    """The process that serves a mount, by its number here, or None when none listens."""
+    try:
+        with _connect(mountpoint) as client:
+            pid, _, _ = _PEER.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    except (NotFoundError, PermissionDeniedError):
+        return None
+    return int(pid) or None
+
+
+def _connect(mountpoint: str) -> socket.socket:
+    path = runtime_path(mountpoint, "sock")
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        client.connect(str(path))
+    except OSError as error:
+        client.close()
+        raise NotFoundError(f"no server of {mountpoint} listens at {path}: {error.strerror}") from error
+    return client

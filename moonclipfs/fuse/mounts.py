@@ -1,0 +1,78 @@
+"""Mounts of moonclipfs as the kernel lists them. Nothing here touches a mounted file system, which may hang."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+FILE_SYSTEM = "fuse.moonclipfs"
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of the kernel's list. `device` is "major:minor"; `mount_id` is what /proc/PID/fdinfo names."""
+
+    mount_id: int
+    device: str
+    mountpoint: str
+    type: str
+    source: str
+
+    @property
+    def is_ours(self) -> bool:
+        """True for a mount of moonclipfs, dead or alive."""
+        return self.type == FILE_SYSTEM
+
+    @property
+    def store(self) -> str:
+        """Directory of the mounted store."""
+        return unquote(self.source, errors="surrogateescape")
+
+
+def mount_source(store: str) -> str:
+    """How a store stands in the list of mounts: plain ASCII without commas and blanks, which mount options split at."""
+    return quote(store, safe="/", errors="surrogateescape")
+
+
+def all_mounts() -> list[Mount]:
+    """Every mount that this process sees, in the order in which they were made."""
+    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    return [mount for line in lines if (mount := _parse(os.fsdecode(line))) is not None]
+
+
+def find_mounts() -> list[Mount]:
+    """The mounts of moonclipfs, dead ones too."""
+    return [mount for mount in all_mounts() if mount.is_ours]
+
+
+def mount_at(path: str) -> Mount | None:
+    """The uppermost mount on exactly this directory, of any kind."""
+    place = real_place(path)
+    return next((mount for mount in reversed(all_mounts()) if mount.mountpoint == place), None)
+
+
+def real_place(path: str) -> str:
+    """The path without symlinks, its last part untouched when that is a mountpoint: a dead one cannot be looked at."""
+    path = os.path.abspath(path)
+    parent, name = os.path.split(path)
+    place = os.path.join(os.path.realpath(parent), name)
+    if any(mount.mountpoint == place for mount in all_mounts()):
+        return place
+    return os.path.realpath(path)
+
+
+def _parse(line: str) -> Mount | None:
+    before, separator, after = line.partition(" - ")
+    fields, rest = before.split(" "), after.split(" ")
+    if not separator or len(fields) < 6 or len(rest) < 2:
+        return None
+    return Mount(int(fields[0]), fields[2], _unescape(fields[4]), rest[0], _unescape(rest[1]))
+
+
+def _unescape(field: str) -> str:
+    """Blanks, tabs, newlines and backslashes stand as three octal digits."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)

@@ -1,0 +1,99 @@
+"""Names that come and go while mounted: the log is looked at off the event loop, and the kernel told what changed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+import pyfuse3
+import trio
+from pyfuse3 import FileNameT, InodeT
+
+from moonclipfs import limits
+from moonclipfs.errors import MoonclipError
+from moonclipfs.fuse.nodes import NodeTable
+from moonclipfs.layers.holds import Holds
+from moonclipfs.layers.names import View
+from moonclipfs.layers.tree import Node, Tree
+
+log = logging.getLogger(__name__)
+
+
+class Refresher:
+    """Follows the log for as long as `run` runs."""
+
+    def __init__(self, tree: Tree, nodes: NodeTable, holds: Holds) -> None:
+        self._tree = tree
+        self._nodes = nodes
+        self._holds = holds
+        self._trouble = ""
+        self._scope = trio.CancelScope()
+        self._stopped = trio.Event()
+
+    async def run(self) -> None:
+        """Look at the log twice a second, until `stop`. What goes wrong is logged once, and tried again."""
+        with self._scope:
+            while True:
+                await trio.sleep(limits.LEASE_REFRESH_SECONDS)
+                try:
+                    await self._refresh()
+                    self._trouble = ""
+                except Exception as error:
+                    if str(error) != self._trouble:
+                        log.warning(
+                            "names may be out of date: %s", error, exc_info=not isinstance(error, MoonclipError)
+                        )
+                    self._trouble = str(error)
+        self._stopped.set()
+
+    async def stop(self) -> None:
+        """Return when nothing is under way. The kernel must be served until then: what it is told can wait for that."""
+        self._scope.cancel()
+        await self._stopped.wait()
+
+    async def _refresh(self) -> None:
+        view = await trio.to_thread.run_sync(self._look)
+        if view is not None:
+            before = self._tree.view
+            self._tree.adopt(view)
+            self._holds.unpin(before.sequence)
+            changed = await trio.to_thread.run_sync(lambda: list(self._tree.changed(before)))
+            await self._tell(changed)
+        if len(self._nodes) > limits.NODES // 4:
+            oldest = self._nodes.oldest(limits.NODES // 16)
+            await self._tell(await trio.to_thread.run_sync(lambda: list(self._names_of(oldest))))
+
+    def _look(self) -> View | None:
+        self._holds.sweep()
+        view = self._tree.look(time.time_ns())
+        if view is not None:
+            self._holds.add(view.sequence)
+        return view
+
+    def _names_of(self, nodes: Iterable[Node]) -> Iterable[tuple[Node, bytes]]:
+        for node in nodes:
+            try:
+                yield self._tree.parent(node), node.path.rpartition(b"/")[2]
+            except MoonclipError:
+                continue  # its directory is gone or damaged; the kernel forgets it in its own time
+
+    async def _tell(self, changed: Iterable[tuple[Node, bytes]]) -> None:
+        """Make the kernel forget what it knows of names; only those in directories that it knows matter."""
+        known = [(inode, name) for node, name in changed if (inode := self._nodes.find(node)) is not None]
+        if known:
+            await trio.to_thread.run_sync(_invalidate, known)
+
+
+def _invalidate(names: Iterable[tuple[int, bytes]]) -> None:
+    """On a worker thread: the kernel may first wait for requests that the event loop has to answer."""
+    for inode in {inode for inode, _ in names}:
+        try:
+            pyfuse3.invalidate_inode(InodeT(inode), attr_only=True)
+        except OSError:
+            continue  # forgotten meanwhile
+    for inode, name in names:
+        try:
+            pyfuse3.invalidate_entry(InodeT(inode), FileNameT(name))
+        except OSError:
+            continue  # not known to the kernel: nothing to forget

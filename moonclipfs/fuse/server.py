@@ -1,0 +1,179 @@
+"""The life of a mounted store in one process: from the checks before it to the clean-up behind it."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import pyfuse3
+import trio
+
+from moonclipfs import limits
+from moonclipfs.errors import FuseUnavailableError
+from moonclipfs.fuse.control import ControlServer, runtime_path
+from moonclipfs.fuse.mounts import FILE_SYSTEM, mount_at, mount_source
+from moonclipfs.fuse.operations import Operations
+from moonclipfs.fuse.prepare import (
+    NO_FUSE_HINT,
+    MountOptions,
+    check_allow_other,
+    check_device,
+    check_mountpoint,
+)
+from moonclipfs.fuse.reading import Reads
+from moonclipfs.fuse.refresh import Refresher
+from moonclipfs.layers.holds import Holds
+from moonclipfs.layers.tree import Tree
+from moonclipfs.store.store import Store
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LOG_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_SWITCH_SECONDS = 0.0005
+"""A decoding thread lets the event loop go on this soon; Python's own 5 ms would be felt in every request."""
+
+
+def serve(store_path: str, mountpoint: str, options: MountOptions, ready: Callable[[], None]) -> int:
+    """Mount a store and serve it until it is unmounted or told to stop; `ready` is called once the mount answers.
+
+    Returns 0. Raises the errors of `prepare`, FuseUnavailableError, and those of opening a store.
+    """
+    place = check_mountpoint(store_path, mountpoint)
+    if options.allow_other:
+        check_allow_other(store_path)
+    check_device()
+    socket_path = runtime_path(place, "sock")
+    purpose = f"mount at {place}, control socket {socket_path}"
+    with Store.open(store_path, purpose=purpose, cache_bytes=options.cache_bytes) as store:
+        server = _Server(store, place, options)
+        control = ControlServer(socket_path, {"ping": server.ping, "stats": server.stats})
+        # A signal that comes before the event loop listens must not leave a dead mount: it waits until then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        _mount(server.operations, place, mount_source(os.path.realpath(store_path)), allow_other=options.allow_other)
+        try:
+            sys.setswitchinterval(_SWITCH_SECONDS)
+            trio.run(server.run, control, ready)
+        finally:
+            pyfuse3.close(unmount=True)
+    return 0
+
+
+class _Server:
+    """The parts of a mount, and the tasks that run them."""
+
+    def __init__(self, store: Store, place: str, options: MountOptions) -> None:
+        self._store = store
+        self._place = place
+        self._cores = len(os.sched_getaffinity(0))
+        self._holds = Holds(store.lease)
+        tree = Tree(store, show_virtual=options.show_virtual)
+        self._holds.add(tree.view.sequence)
+        self._reads = Reads(options.cache_bytes, self._cores)
+        self.operations = Operations(tree, self._holds, self._reads, store.path)
+        self._refresher = Refresher(tree, self.operations.nodes, self._holds)
+
+    async def run(self, control: ControlServer, ready: Callable[[], None]) -> None:
+        """Serve until the mount is gone."""
+        async with trio.open_nursery() as nursery:
+            for task in (self._stop_on_signals, self._refresher.run, self._reads.work, control.serve):
+                nursery.start_soon(task)
+            nursery.start_soon(self._announce, ready)
+            await pyfuse3.main()
+            nursery.cancel_scope.cancel()
+
+    async def _announce(self, ready: Callable[[], None]) -> None:
+        await self.operations.answering.wait()
+        await trio.to_thread.run_sync(_raise_read_ahead, self._place)
+        ready()
+
+    async def _stop_on_signals(self) -> None:
+        with trio.open_signal_receiver(*_SIGNALS) as signals:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            async for number in signals:
+                log.info("%s: unmounting %s", signal.Signals(number).name, self._place)
+                await self._refresher.stop()
+                pyfuse3.terminate()
+                return
+
+    def ping(self) -> Mapping[str, Any]:
+        """Who serves what, where."""
+        return {"pid": os.getpid(), "store": str(self._store.path), "mountpoint": self._place}
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counts since the start, and what is held at the moment."""
+        operations = self.operations
+        return {
+            "requests": dict(operations.requests),
+            **asdict(self._store.objects.counters),
+            "prefetches": self._reads.prefetches,
+            "nodes": len(operations.nodes),
+            "handles": len(operations.handles),
+            "in_work": operations.in_work,
+            "waiting": self._reads.waiting,
+            "sequence": operations.tree.view.sequence,
+        }
+
+
+def set_up_log(path: str | None, mountpoint: str, *, background: bool) -> None:
+    """Send log lines to a file of bounded size, or to stderr in the foreground."""
+    handler: logging.Handler
+    if path is None and not background:
+        handler = logging.StreamHandler()
+    else:
+        name = path or str(runtime_path(os.path.realpath(mountpoint), "log"))
+        handler = logging.handlers.RotatingFileHandler(name, maxBytes=limits.MOUNT_LOG_BYTES, backupCount=1)
+    logging.basicConfig(
+        level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def _mount(operations: Operations, place: str, source: str, *, allow_other: bool) -> None:
+    """Make the mount. Raises FuseUnavailableError with what libfuse has to say about it."""
+    # `max_read` must not be among these: libfuse 3.14 would let INIT fail.
+    options = {"ro", "nosuid", "nodev", "default_permissions", f"fsname={source}", f"subtype={FILE_SYSTEM[5:]}"}
+    if allow_other:
+        options.add("allow_other")
+    with _captured_stderr() as said:
+        try:
+            pyfuse3.init(operations, place, options)
+        except RuntimeError as error:
+            raise FuseUnavailableError(f"cannot mount on {place}: {said() or error}; {NO_FUSE_HINT}") from error
+
+
+@contextmanager
+def _captured_stderr() -> Iterator[Callable[[], str]]:
+    """libfuse prints the reason of a failure, and tells its caller nothing."""
+    with tempfile.TemporaryFile() as file:
+
+        def said() -> str:
+            file.seek(0)
+            return " ".join(file.read().decode(errors="replace").split())
+
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def _raise_read_ahead(place: str) -> None:
+    """Let the kernel read ahead in its longest requests. Only root may; without it, requests are shorter."""
+    mount = mount_at(place)
+    if mount is None:
+        return
+    try:
+        with open(f"/sys/class/bdi/{mount.device}/read_ahead_kb", "w") as file:
+            file.write(str(limits.KERNEL_READ_AHEAD_KIB))
+    except OSError as error:
+        log.info("the kernel's read-ahead stays as it is: %s", error.strerror)
