@@ -22,11 +22,12 @@ READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes on disk, and seconds to write and to read all files."""
+    """Bytes on disk, seconds to write and to read all files, and the bytes on disk after the first file."""
 
     stored: int
     write_seconds: float
     read_seconds: float
+    first: int = 0
 
 
 def _bytes_below(directory: Path) -> int:
@@ -133,22 +134,27 @@ def moonclipfs(files: Sequence[Path], scratch: Path) -> Kept:
     from moonclipfs.store.add import add
     from moonclipfs.store.store import Store
 
-    def write() -> None:
+    def stored() -> int:
+        return _bytes_below(scratch / "store" / "packs") + _bytes_below(scratch / "store" / "log")
+
+    def write() -> int:
+        first = 0
         Store.create(scratch / "store").close()
         with Store.open(scratch / "store", write=True, index_path=scratch / "index.sqlite") as store:
             for number, path in enumerate(files):
                 add(store, [path], name=f"run/{number:04d}", provenance=None, progress=lambda progress: None)
+                first = first or stored()
+        return first
 
     def read() -> list[bytearray]:
         with Store.open(scratch / "store", index_path=scratch / "index.sqlite") as store:
             return [_read_back(store, f"run/{number:04d}", path.name) for number, path in enumerate(files)]
 
-    _, write_seconds = timed(write)
+    first, write_seconds = timed(write)
     data, read_seconds = timed(read)
     for path, content in zip(files, data, strict=True):
         _check(path, content)
-    stored = _bytes_below(scratch / "store" / "packs") + _bytes_below(scratch / "store" / "log")
-    return Kept(stored, write_seconds, read_seconds)
+    return Kept(stored(), write_seconds, read_seconds, first)
 
 
 def _read_back(store: Store, snapshot: str, name: str) -> bytearray:

@@ -12,6 +12,7 @@ import argparse
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -67,26 +68,49 @@ def run(files: Sequence[Path]) -> dict[str, Kept]:
     return kept
 
 
-def report(results: dict[str, tuple[int, dict[str, Kept]]]) -> bool:
-    """Print one table for ratios and one for times; whether every target is reached."""
-    rivals = list(installed())
-    ratios, times, reached = [], [], True
-    for name, (size, kept) in results.items():
-        ratio = {rival: size / result.stored for rival, result in kept.items()}
-        target = TARGETS.get(name)
-        reached = reached and (target is None or ratio["moonclipfs"] >= target)
-        ratios.append([name, f"{size / MIB:.0f}", *(ratio.get(rival, "-") for rival in rivals[1:]), target or "-"])
-        copy, read = kept["plain files"].write_seconds, kept["plain files"].read_seconds
-        pairs = [
-            f"{kept[rival].write_seconds / copy:.1f} {kept[rival].read_seconds / read:.1f}" if rival in kept else "-"
-            for rival in rivals[1:]
-        ]
-        times.append([name, *pairs])
-    print("\nRatio: bytes of the files / bytes stored")
-    print_table(["series", "MiB", *rivals[1:], "target"], ratios)
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one series: its files' lengths in order, and how each rival kept them."""
+
+    name: str
+    lengths: list[int]
+    kept: dict[str, Kept]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Bytes of the files per byte stored."""
+        return {rival: sum(self.lengths) / kept.stored for rival, kept in self.kept.items()}
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the target of this series, if it has one, is reached."""
+        return self.ratios["moonclipfs"] >= TARGETS.get(self.name, 0)
+
+
+def report(results: Sequence[Result]) -> None:
+    """Print one table for ratios and one for times."""
+    rivals = [name for name in installed() if name != "plain files"]
+    ratios, times = [], []
+    for result in results:
+        ours, first = result.kept["moonclipfs"], result.lengths[0]
+        later = (sum(result.lengths) - first) / max(1, ours.stored - ours.first)
+        row = [result.ratios.get(rival, "-") for rival in rivals]
+        size = f"{sum(result.lengths) / MIB:.0f}"
+        ratios.append([result.name, size, *row, first / ours.first, later, TARGETS.get(result.name, "-")])
+        plain = result.kept["plain files"]
+        times.append([result.name, *(_times(result.kept.get(rival), plain) for rival in rivals)])
+    print(
+        "\nRatio: bytes of the files / bytes stored, all files together; of moonclipfs also for the first and the rest"
+    )
+    print_table(["series", "MiB", *rivals, "first", "rest", "target"], ratios)
     print("\nTime to write and to read all of it, as multiples of copying and of reading plain files")
-    print_table(["series", *rivals[1:]], times)
-    return reached
+    print_table(["series", *rivals], times)
+
+
+def _times(kept: Kept | None, plain: Kept) -> str:
+    if kept is None:
+        return "-"
+    return f"{kept.write_seconds / plain.write_seconds:.1f} {kept.read_seconds / plain.read_seconds:.1f}"
 
 
 def main() -> int:
@@ -100,12 +124,13 @@ def main() -> int:
     quiet_torch()
     plan = series.Plan(arguments.data or SCRATCH / f"series-{arguments.size}", arguments.size)
     print(machine())
-    results = {}
+    results = []
     for name in arguments.series.split(","):
         files = family(plan) if name == "family" else series.make(plan, [name])[0]
         print(f"{name}: {len(files)} files", flush=True)
-        results[name] = sum(path.stat().st_size for path in files), run(files)
-    return 0 if report(results) else 1
+        results.append(Result(name, [path.stat().st_size for path in files], run(files)))
+    report(results)
+    return 0 if all(result.is_reached for result in results) else 1
 
 
 if __name__ == "__main__":
