@@ -38,7 +38,7 @@ static inline void mc_put64(u8 *p, u64 v) { *(u64u *)p = v; }
 #define MC_MAX_WIDTH 8
 #define MC_PREFIX_BYTES 32
 #define MC_ENTRY_BYTES 12
-#define MC_SHARED_BYTES ((u64)1 << 17) /* shared tables of one object, at most */
+#define MC_SHARED_BYTES ((u64)1 << 18) /* shared tables of one object, at most */
 
 /* What a function that can fail returns. mc_message() has the words. */
 enum {

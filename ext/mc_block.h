@@ -6,10 +6,10 @@
 #include "mc_scratch.h"
 
 /* How a plane is stored. */
-typedef enum { MC_CONST, MC_RAW, MC_ZSTD } mc_method;
+typedef enum { MC_CONST, MC_RAW, MC_ZSTD, MC_RANS } mc_method;
 
 /* Bytes that an encoded block may take on top of its raw bytes. */
-#define MC_BLOCK_OVERHEAD 64
+#define MC_BLOCK_OVERHEAD 256
 
 /* The bytes of a base that the caller holds: `data` begins at the first block that was asked for. */
 typedef struct {
@@ -23,8 +23,28 @@ typedef struct {
  */
 const u8 *mc_block_base(mc_scratch *scratch, const mc_head *head, const mc_base_bytes *base, u64 skipped, size_t n);
 
-/* Returns the encoded length; `out` has room for the raw bytes and MC_BLOCK_OVERHEAD more. */
-size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base, u8 *out);
+/* Split the block into scratch->planes, and work out scratch->exponents when there is a base. */
+void mc_block_split(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t n, const u8 *base);
+
+/* scratch->exponents of a block with this base, which may be NULL. */
+void mc_block_exponents(mc_scratch *scratch, const mc_head *head, size_t n, const u8 *base);
+
+/* Does the plane look random, so that it is stored raw without another thought? Looks at a part of it. */
+int mc_plane_noise(const u8 *plane, size_t n);
+int mc_plane_constant(const u8 *plane, size_t n);
+
+/* The lower 6 bits of the contexts of plane k in scratch->contexts, once the plane above it is known. */
+const u8 *mc_plane_contexts(mc_scratch *scratch, const mc_head *head, unsigned k, const u8 *above, size_t n);
+
+/* Count the symbols of the block's planes into scratch->counts. */
+void mc_block_count(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base);
+
+/*
+ * Encode with the models in scratch->models. Returns the length; `out` has room for the raw bytes and MC_BLOCK_OVERHEAD
+ * more. Sets bit k of *used when plane k took its model.
+ */
+size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base, u8 *out,
+                       unsigned *used);
 
 /* Decode a whole block to its `raw_bytes`; does not look at the block's checksum. */
 int mc_block_decode(mc_scratch *scratch, const mc_head *head, const u8 *block, size_t length, const u8 *base, u8 *raw,

@@ -4,55 +4,113 @@
 
 typedef struct {
     const u8 *at, *end;
-} reader;
+} cursor;
 
-static size_t left(const reader *r) { return (size_t)(r->end - r->at); }
+static size_t left(const cursor *c) { return (size_t)(c->end - c->at); }
 
-/* One plane's method, and where its bytes are once they are known. */
+static const u8 *take(cursor *c, size_t length)
+{
+    if (left(c) < length)
+        return NULL;
+    const u8 *bytes = c->at;
+    c->at += length;
+    return bytes;
+}
+
 typedef struct {
     mc_method method;
-    u8 value;
-    u32 frame_length;
-} plane_head;
+    size_t length;   /* stored bytes */
+    const u8 *bytes; /* stored bytes, or the value of a constant plane */
+} plane;
 
-static int read_plane_head(reader *r, plane_head *plane)
+static int read_plane_head(cursor *c, plane *p, size_t n, const mc_model *model)
 {
-    if (left(r) < 1)
+    const u8 *method = take(c, 1), *extra;
+    if (!method)
         return MC_E_BLOCK_SHORT;
-    plane->method = *r->at++;
-    if (plane->method == MC_CONST) {
-        if (left(r) < 1)
+    p->method = *method;
+    p->length = 0;
+    switch (*method) {
+    case MC_CONST:
+        p->bytes = take(c, 1);
+        return p->bytes ? MC_OK : MC_E_BLOCK_SHORT;
+    case MC_RAW:
+        p->length = n;
+        return MC_OK;
+    case MC_ZSTD:
+        if (!(extra = take(c, 3)))
             return MC_E_BLOCK_SHORT;
-        plane->value = *r->at++;
-    } else if (plane->method == MC_ZSTD) {
-        if (left(r) < 3)
-            return MC_E_BLOCK_SHORT;
-        plane->frame_length = (u32)r->at[0] | (u32)r->at[1] << 8 | (u32)r->at[2] << 16;
-        r->at += 3;
-    } else if (plane->method != MC_RAW) {
+        p->length = (size_t)extra[0] | (size_t)extra[1] << 8 | (size_t)extra[2] << 16;
+        return MC_OK;
+    case MC_RANS:
+        return model && model->tables ? MC_OK : MC_E_METHOD;
+    default:
         return MC_E_METHOD;
     }
+}
+
+/* The stream takes what is left of the block: its states, then words. */
+static int open_stream(cursor *c, mc_reader *stream)
+{
+    const u8 *states = take(c, MC_STATE_BYTES);
+    if (!states)
+        return MC_E_BLOCK_SHORT;
+    for (int lane = 0; lane < MC_LANES; lane++) {
+        stream->state[lane] = mc_get32(states + 4 * lane);
+        if (stream->state[lane] < MC_LOW || stream->state[lane] >> 31)
+            return MC_E_STREAM;
+    }
+    stream->at = c->at;
+    stream->end = c->at = c->end;
     return MC_OK;
 }
 
-/* Make `*bytes` point at the plane's n bytes: inside the block when they are raw, else at `room`. */
-static int read_plane(mc_scratch *scratch, reader *r, const plane_head *plane, size_t n, u8 *room, const u8 **bytes)
+static int close_stream(const mc_reader *stream)
 {
-    *bytes = room;
-    if (plane->method == MC_CONST) {
-        memset(room, plane->value, n);
-    } else if (plane->method == MC_RAW) {
-        if (left(r) < n)
-            return MC_E_BLOCK_SHORT;
-        *bytes = r->at;
-        r->at += n;
-    } else {
-        if (left(r) < plane->frame_length)
-            return MC_E_BLOCK_SHORT;
-        int status = mc_zstd_unpack(scratch, room, n, r->at, plane->frame_length);
-        r->at += plane->frame_length;
-        return status;
+    for (int lane = 0; lane < MC_LANES; lane++)
+        if (stream->state[lane] != MC_LOW)
+            return MC_E_STREAM;
+    return stream->at == stream->end ? MC_OK : MC_E_STREAM;
+}
+
+static int decode_rans(mc_scratch *scratch, const mc_head *head, unsigned k, const u8 *above, size_t n, mc_reader *stream,
+                       u8 *room)
+{
+    const mc_model *model = &scratch->models.plane[k];
+    const u8 *contexts = model->tables > 1 ? mc_plane_contexts(scratch, head, k, above, n) : NULL;
+    return mc_kernels_now()->decode(room, n, contexts, model, &scratch->decoders[k], stream);
+}
+
+/* Read the heads of all planes and find their bytes, the tail and the stream, which fill the block exactly. */
+static int read_layout(mc_scratch *scratch, const mc_head *head, cursor *c, size_t n, size_t tail_bytes, plane planes[],
+                       const u8 **tail, mc_reader *stream)
+{
+    const unsigned width = mc_plane_count(head);
+    int status, streams = 0;
+    for (unsigned k = width; k-- > 0;) {
+        const mc_model *model = head->transform == MC_BYTES ? NULL : &scratch->models.plane[k];
+        if ((status = read_plane_head(c, &planes[k], n, model)))
+            return status;
+        streams += planes[k].method == MC_RANS;
     }
+    for (unsigned k = width; k-- > 0;)
+        if (planes[k].method != MC_CONST && !(planes[k].bytes = take(c, planes[k].length)))
+            return MC_E_BLOCK_SHORT;
+    if (!(*tail = take(c, tail_bytes)))
+        return MC_E_BLOCK_SHORT;
+    if (streams && (status = open_stream(c, stream)))
+        return status;
+    return left(c) ? MC_E_BLOCK_LONG : MC_OK;
+}
+
+static int decode_bytes(mc_scratch *scratch, const plane *p, u8 *raw, size_t n)
+{
+    if (p->method == MC_ZSTD)
+        return mc_zstd_unpack(scratch, raw, n, p->bytes, p->length);
+    if (p->method == MC_CONST)
+        memset(raw, *p->bytes, n);
+    else
+        memcpy(raw, p->bytes, n);
     return MC_OK;
 }
 
@@ -60,28 +118,32 @@ int mc_block_decode(mc_scratch *scratch, const mc_head *head, const u8 *block, s
                     size_t raw_bytes)
 {
     const unsigned width = mc_plane_count(head);
-    const size_t n = raw_bytes / width, tail = raw_bytes % width;
-    reader r = {block, block + length};
-    plane_head planes[MC_MAX_WIDTH];
-    const u8 *bytes[MC_MAX_WIDTH];
-    int status;
+    const size_t n = raw_bytes / width, tail_bytes = raw_bytes % width;
+    cursor c = {block, block + length};
+    plane planes[MC_MAX_WIDTH];
+    const u8 *bytes[MC_MAX_WIDTH], *tail;
+    mc_reader stream = {.at = NULL, .end = NULL};
+    int status = read_layout(scratch, head, &c, n, tail_bytes, planes, &tail, &stream), streams = 0;
+    if (status)
+        return status;
+    if (head->transform == MC_BYTES)
+        return decode_bytes(scratch, &planes[0], raw, n);
 
-    for (unsigned k = width; k-- > 0;)
-        if ((status = read_plane_head(&r, &planes[k])))
+    mc_block_exponents(scratch, head, n, base);
+    for (unsigned k = width; k-- > 0;) {
+        u8 *room = scratch->planes + k * MC_PLANE_STRIDE;
+        bytes[k] = planes[k].method == MC_RAW ? planes[k].bytes : room;
+        if (planes[k].method == MC_RANS)
+            status = decode_rans(scratch, head, k, k + 1 < width ? bytes[k + 1] : NULL, n, &stream, room);
+        else if (planes[k].method != MC_RAW)
+            status = decode_bytes(scratch, &planes[k], room, n);
+        if (status)
             return status;
-    if (head->transform == MC_BYTES) {
-        if ((status = read_plane(scratch, &r, &planes[0], n, raw, &bytes[0])))
-            return status;
-        if (bytes[0] != raw)
-            memcpy(raw, bytes[0], n);
-    } else {
-        for (unsigned k = width; k-- > 0;)
-            if ((status = read_plane(scratch, &r, &planes[k], n, scratch->planes + k * MC_PLANE_STRIDE, &bytes[k])))
-                return status;
-        mc_kernels_now()->merge[mc_log2_width(width)][head->transform - 1](raw, base, n, bytes);
+        streams += planes[k].method == MC_RANS;
     }
-    if (left(&r) < tail)
-        return MC_E_BLOCK_SHORT;
-    memcpy(raw + n * width, r.at, tail);
-    return left(&r) == tail ? MC_OK : MC_E_BLOCK_LONG;
+    if (streams && (status = close_stream(&stream)))
+        return status;
+    mc_kernels_now()->merge[mc_log2_width(width)][head->transform - 1](raw, base, n, bytes);
+    memcpy(raw + n * width, tail, tail_bytes);
+    return MC_OK;
 }

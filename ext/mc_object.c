@@ -32,29 +32,112 @@ size_t mc_encode_bound(const mc_request *request)
            (size_t)head.raw_length + MC_BLOCK_OVERHEAD;
 }
 
+/* The base elements of a block; NULL when there is no base. */
+static const u8 *base_of(mc_scratch *scratch, const mc_head *head, const mc_request *request, u64 block)
+{
+    if (head->transform != MC_DELTA)
+        return NULL;
+    size_t n = mc_raw_bytes(head, block) / mc_plane_count(head);
+    return mc_block_base(scratch, head, &request->base, head->base_start + block * MC_BLOCK_ELEMENTS, n);
+}
+
+/*
+ * The largest exponent of the base, but for one element in a thousand: it is seen in elements spread over some of the
+ * blocks. Exponent classes count downwards from it.
+ */
+static unsigned find_exponent_top(mc_scratch *scratch, const mc_head *head, const mc_request *request)
+{
+    enum { BLOCKS = 8, ELEMENTS = 512 };
+    const mc_dtype_info *type = mc_dtype(head->dtype);
+    u32 counts[2048] = {0}, sampled = 0, above = 0;
+    for (u64 i = 0; i < BLOCKS && i < head->blocks; i++) {
+        u64 block = head->blocks <= BLOCKS ? i : i * (head->blocks - 1) / (BLOCKS - 1);
+        size_t n = mc_raw_bytes(head, block) / type->width, count = n < ELEMENTS ? n : ELEMENTS;
+        const u8 *base = base_of(scratch, head, request, block);
+        for (size_t j = 0; j < count; j++) {
+            u64 element = 0;
+            memcpy(&element, base + j * n / count * type->width, type->width);
+            counts[element >> type->exponent_shift & type->exponent_mask]++;
+        }
+        sampled += (u32)count;
+    }
+    unsigned top = type->exponent_mask;
+    while (top > 0 && (above += counts[top]) * 1000 <= sampled)
+        top--;
+    return top;
+}
+
+/* Models for all planes, from all blocks. */
+static void fit_models(mc_scratch *scratch, const mc_head *head, const mc_request *request)
+{
+    const unsigned width = mc_plane_count(head);
+    memset(scratch->counts, 0, width * sizeof scratch->counts[0]);
+    for (u64 block = 0; block < head->blocks; block++)
+        mc_block_count(scratch, head, request->raw + block * head->block_bytes, mc_raw_bytes(head, block),
+                       base_of(scratch, head, request, block));
+    for (unsigned k = 0; k < width; k++) {
+        mc_model_fit(&scratch->models.plane[k], scratch->counts[k]);
+        mc_encoder_build(&scratch->encoders[k], &scratch->models.plane[k]);
+    }
+}
+
+/* Encode all blocks to `at`, with their entries in the block table; returns the end. */
+static u8 *encode_blocks(mc_scratch *scratch, const mc_head *head, const mc_request *request, u8 *entry, u8 *at,
+                         unsigned *used)
+{
+    for (u64 block = 0; block < head->blocks; block++, entry += MC_ENTRY_BYTES) {
+        const u8 *raw = request->raw + block * head->block_bytes;
+        size_t raw_bytes = mc_raw_bytes(head, block);
+        size_t encoded = mc_block_encode(scratch, head, raw, raw_bytes, base_of(scratch, head, request, block), at, used);
+        mc_put32(entry, (u32)encoded);
+        mc_put64(entry + 4, mc_xxh3(raw, raw_bytes));
+        at += encoded;
+    }
+    return at;
+}
+
 int mc_encode(mc_scratch *scratch, const mc_request *request, u8 *out, size_t *length)
 {
     mc_head head;
     int status = head_of(request, &head);
     if (status)
         return status;
-    head.head_length = MC_PREFIX_BYTES + head.blocks * MC_ENTRY_BYTES;
     const unsigned width = mc_plane_count(&head);
-    u8 *entry = out + MC_PREFIX_BYTES, *at = out + head.head_length;
-    for (u64 block = 0; block < head.blocks; block++, entry += MC_ENTRY_BYTES) {
-        const u8 *raw = request->raw + block * head.block_bytes, *base = NULL;
-        size_t raw_bytes = mc_raw_bytes(&head, block);
-        if (head.transform == MC_DELTA)
-            base = mc_block_base(scratch, &head, &request->base, head.base_start + block * MC_BLOCK_ELEMENTS,
-                                 raw_bytes / width);
-        size_t encoded = mc_block_encode(scratch, &head, raw, raw_bytes, base, at);
-        mc_put32(entry, (u32)encoded);
-        mc_put64(entry + 4, mc_xxh3(raw, raw_bytes));
-        at += encoded;
+    const int split = head.transform != MC_BYTES;
+    u8 *entries = out + MC_PREFIX_BYTES, *shared = entries + head.blocks * MC_ENTRY_BYTES, *payload = shared;
+    scratch->models.exponent_top = 0;
+    if (split) {
+        if (head.transform == MC_DELTA && mc_dtype(head.dtype)->exponent_mask)
+            scratch->models.exponent_top = find_exponent_top(scratch, &head, request);
+        fit_models(scratch, &head, request);
+        payload = mc_models_write(&scratch->models, width, shared);
     }
+    unsigned used = 0;
+    u8 *end = encode_blocks(scratch, &head, request, entries, payload, &used), *wanted = payload;
+    if (split) {
+        /* A model that lost in every block is not stored. */
+        for (unsigned k = 0; k < width; k++)
+            if (!(used >> k & 1))
+                scratch->models.plane[k].tables = 0;
+        wanted = mc_models_write(&scratch->models, width, shared);
+        if (wanted != payload)
+            memmove(wanted, payload, (size_t)(end - payload));
+    }
+    head.head_length = (u64)(wanted - out);
     mc_head_write(&head, out);
-    *length = (size_t)(at - out);
+    *length = (size_t)(wanted - out) + (size_t)(end - payload);
     return MC_OK;
+}
+
+static int read_models(mc_scratch *scratch, const mc_head *head)
+{
+    const unsigned width = mc_plane_count(head);
+    if (head->transform == MC_BYTES)
+        return head->shared_length ? MC_E_TABLE : MC_OK;
+    int status = mc_models_read(&scratch->models, width, head->shared, head->shared_length);
+    for (unsigned k = 0; k < width && !status; k++)
+        mc_decoder_build(&scratch->decoders[k], &scratch->models.plane[k]);
+    return status;
 }
 
 int mc_decode(mc_scratch *scratch, const mc_decode_request *request, u64 *block)
@@ -67,6 +150,8 @@ int mc_decode(mc_scratch *scratch, const mc_decode_request *request, u64 *block)
     if (request->first > head.blocks || request->count > head.blocks - request->first)
         return MC_E_RANGE;
     const unsigned width = mc_plane_count(&head);
+    if ((status = read_models(scratch, &head)))
+        return status;
     const u8 *at = request->payload, *end = at + request->payload_length;
     u8 *out = request->out, *out_end = out + request->out_length;
     for (u64 i = 0; i < request->count; i++) {

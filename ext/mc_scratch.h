@@ -2,14 +2,21 @@
 #ifndef MC_SCRATCH_H
 #define MC_SCRATCH_H
 
-#include "mc_base.h"
+#include "mc_model.h"
 
 #define MC_PLANE_STRIDE (MC_BLOCK_ELEMENTS + 64) /* kernels may store a whole vector at a plane's end */
 
 typedef struct {
     void *compressor, *decompressor; /* ZSTD_CCtx, ZSTD_DCtx */
+    mc_models models;
+    mc_decoder decoders[MC_MAX_WIDTH];
+    mc_encoder encoders[MC_MAX_WIDTH];
+    mc_counts counts[MC_MAX_WIDTH];
     u8 base[MC_BLOCK_ELEMENTS * MC_MAX_WIDTH];
     u8 planes[MC_PLANE_STRIDE * MC_MAX_WIDTH];
+    u8 exponents[MC_PLANE_STRIDE], contexts[MC_PLANE_STRIDE], tables[MC_PLANE_STRIDE];
+    u8 words[MC_BLOCK_ELEMENTS * (MC_MAX_WIDTH + 2) + 256]; /* a block's stream grows downwards in it */
+    u8 frames[MC_BLOCK_ELEMENTS * MC_MAX_WIDTH]; /* zstd frames of a block's planes */
     u8 packed[MC_BLOCK_BYTES + 1024]; /* the zstd frame of a plane or of a block of bytes, before it is chosen */
 } mc_scratch;
 

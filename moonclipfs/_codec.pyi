@@ -1,4 +1,4 @@
-"""Signatures of the compiled extension. Buffers are C-contiguous bytes; the GIL is released while they are worked on."""
+"""The compiled extension. Buffers are C-contiguous bytes; the GIL is released while they are worked on."""
 
 from collections.abc import Mapping
 

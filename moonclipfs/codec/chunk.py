@@ -8,10 +8,10 @@ from moonclipfs.types import Buffer
 
 
 class Chunker:
-    """Cuts a stream into chunks of CHUNK_MIN to CHUNK_MAX bytes, CHUNK_AVERAGE on the whole; only the last is shorter.
+    """Cuts a stream into chunks of CHUNK_MIN to CHUNK_MAX bytes, about CHUNK_AVERAGE; only the last may be shorter.
 
-    A gear hash h = (h << 1) + gear[byte] runs over the bytes of a chunk from CHUNK_MIN on; the chunk ends after the byte
-    at which the highest log2(CHUNK_AVERAGE) + 2 bits of h (from CHUNK_AVERAGE on: - 2) are zero. `gear` is
+    A gear hash h = (h << 1) + gear[byte] runs over the bytes of a chunk from CHUNK_MIN on; the chunk ends after the
+    byte at which the highest log2(CHUNK_AVERAGE) + 2 bits of h (from CHUNK_AVERAGE on: - 2) are zero. `gear` is
     the first 256 outputs of splitmix64 from the seed 0. All this is store format.
     """
 

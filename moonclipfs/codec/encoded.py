@@ -110,7 +110,7 @@ def decode_blocks(
 
 
 def decode(data: Buffer, base: Buffer | None = None) -> bytearray:
-    """Decode a whole encoded object; `base` are all raw bytes of the base of a delta. Raises CorruptError, UsageError."""
+    """Decode a whole encoded object; `base`: all raw bytes of the base of a delta. Raises CorruptError, UsageError."""
     view = memoryview(data).cast("B")
     length = head_length(view[:PREFIX_BYTES])
     encoded = parse(view[:length], len(view))

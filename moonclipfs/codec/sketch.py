@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ SKETCH_BYTES: Final = 32
 NO_SKETCH: Final = bytes(SKETCH_BYTES)
 """Of bytes without element type and of objects of fewer elements than a sketch has places."""
 
-_UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 # dtype: bits of the exponent, bits of the mantissa, exponent bias
 _FLOATS = {
     DType.F64: (11, 52, 1023), DType.C128: (11, 52, 1023), DType.F32: (8, 23, 127), DType.C64: (8, 23, 127),
@@ -25,16 +24,17 @@ _FLOATS = {
 def sketch(raw: Buffer, dtype: DType) -> bytes:
     """Return sign and binary exponent of the elements at 32 places spread evenly over the object.
 
-    A place is `sign << 7 | exponent`, the exponent of the value clamped to -63..63 and counted from 64, or 0 for a zero;
-    it does not depend on the dtype, so a bf16 copy of an fp32 tensor has nearly the same sketch. Integers are floats
-    of exponent 0 here: their bit length is their exponent.
+    A place is `sign << 7 | exponent`, with the value's binary exponent clamped to -63..63 and counted from 64, or 0
+    for a zero. It does not depend on the dtype, so a bf16 copy of an fp32 tensor has nearly the same sketch; integers
+    count as the numbers that they are.
     """
     width = dtype.width
     elements = len(memoryview(raw).cast("B")) // width if width else 0
     if elements < SKETCH_BYTES:
         return NO_SKETCH
     places = (2 * np.arange(SKETCH_BYTES, dtype=np.int64) + 1) * elements // (2 * SKETCH_BYTES)
-    words = np.frombuffer(raw, dtype=_UNSIGNED[width], count=elements)[places].astype(np.uint64)
+    every: NDArray[np.unsignedinteger[Any]] = np.frombuffer(raw, dtype=f"<u{width}", count=elements)
+    words = every[places].astype(np.uint64)
     if dtype in _FLOATS:
         exponent_bits, mantissa_bits, bias = _FLOATS[dtype]
         sign = words >> np.uint64(exponent_bits + mantissa_bits)
@@ -58,7 +58,8 @@ def sketch(raw: Buffer, dtype: DType) -> bytes:
 def similarity(one: bytes, many: NDArray[np.uint8]) -> NDArray[np.intp]:
     """Return for each row of `many` (n, 32) at how many places it equals `one`; zeros never count as equal."""
     mine = np.frombuffer(one, dtype=np.uint8)
-    return np.count_nonzero((many == mine) & (mine != 0), axis=1)
+    equal: NDArray[np.intp] = np.count_nonzero((many == mine) & (mine != 0), axis=1)
+    return equal
 
 
 def _bit_length(values: NDArray[np.uint64]) -> NDArray[np.int64]:
