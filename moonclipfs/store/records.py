@@ -1,4 +1,4 @@
-"""Log records: one change of names each, as a line of JSON under a line with its digest (layout in FORMAT.md)."""
+"""Log records: one change of names each, as a line of JSON under a line with its type and digest (see FORMAT.md)."""
 
 from __future__ import annotations
 
@@ -30,25 +30,33 @@ def encode_record(sequence: int, type_: str, body: Mapping[str, Any]) -> bytes:
     """Serialise a record. File and snapshot names are str; bytes that are not UTF-8 stand as lone surrogates."""
     text = json.dumps({"sequence": sequence, "type": type_, **body}, sort_keys=True, separators=(",", ":")).encode()
     digest = hashlib.sha256(text).hexdigest()
-    data = f"{_MAGIC} {VERSION} {digest}\n".encode() + text + b"\n"
+    data = f"{_MAGIC} {VERSION} {type_} {digest}\n".encode() + text + b"\n"
     if len(data) > limits.LOG_RECORD_BYTES:
         raise LimitError(f"log record of {len(data)} bytes: longer than {limits.LOG_RECORD_BYTES}")
     return data
+
+
+def record_type(data: bytes) -> str:
+    """The type that a record's first line names, damaged or not; empty when there is none."""
+    words = data[:100].partition(b"\n")[0].split(b" ")
+    return words[2].decode("ascii", "replace") if len(words) == 4 else ""
 
 
 def decode_record(data: bytes, sequence: int) -> dict[str, Any]:
     """Parse record `sequence`. Raises CorruptError when the digest, the number or the shape is wrong."""
     head, _, body = data.partition(b"\n")
     words = head.split(b" ")
-    if len(words) != 3 or words[0] != _MAGIC.encode() or words[1] != str(VERSION).encode():
+    if len(words) != 4 or words[0] != _MAGIC.encode() or words[1] != str(VERSION).encode():
         raise CorruptError(f"log record {sequence}: unknown first line {head[:60]!r}")
     text = body.removesuffix(b"\n")
-    if hashlib.sha256(text).hexdigest().encode() != words[2]:
+    if hashlib.sha256(text).hexdigest().encode() != words[3]:
         raise CorruptError(f"log record {sequence}: SHA-256 does not match")
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptError(f"log record {sequence}: not JSON ({error})") from error
     if not isinstance(record, dict) or record.get("sequence") != sequence or record.get("type") not in TYPES:
-        raise CorruptError(f"log record {sequence}: wrong number or unknown type {record.get('type')!r}")
+        raise CorruptError(f"log record {sequence}: wrong number, or of an unknown type")
+    if record["type"].encode() != words[2]:
+        raise CorruptError(f"log record {sequence}: its two types differ")
     return record
