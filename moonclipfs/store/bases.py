@@ -1,0 +1,175 @@
+"""Which stored object a new one is predicted by: the same tensor earlier in its line, one of its name, or one alike.
+
+A line of deltas each against the one before would be cheapest and unreadable; a star of deltas against one anchor is
+the opposite. Here object number `generation` after a full one gets the depth that `_DEPTHS` says, against the nearest
+earlier one of less depth: chains stay within `limits.CHAIN_DEPTH`, and most deltas span one or two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from moonclipfs import limits
+from moonclipfs._codec import can_predict
+from moonclipfs.codec.choose import Base, predict
+from moonclipfs.codec.sketch import NO_SKETCH, SKETCH_BYTES, similarity
+from moonclipfs.formats.cut import Piece
+from moonclipfs.formats.layout import Layout, Region, RegionKind
+from moonclipfs.store.packs import Location
+from moonclipfs.store.recipes import Recipe
+from moonclipfs.types import NO_ID, Buffer, DType, ObjectId
+
+_DEPTHS = (1, 2, 3, 2, 3, 3)
+"""Depth of the 1st, 2nd, ... object after a full one; it begins anew after the last. Cost grows with the logarithm of
+the distance in measured lines, and for lines of 4 to 100 this comes within 2 % of the best tree of three levels."""
+_MASTER_DEPTH = 2
+"""Depth at most of a tensor of which narrower copies are kept: those are one link deeper, and cost almost nothing."""
+_MOST = 3
+"""Candidates that are compared by a sample."""
+_ALIKE = 20
+"""Places of a sketch that agree, of 32, in tensors that are worth a look. Unrelated ones agree in 2 to 9."""
+_WORTH = 0.98
+"""A delta must beat this share of the full encoding of a sample to be tried."""
+_SAME_LABEL_LIMIT = 8
+_SAME_SIZE_LIMIT = 256
+
+
+class Known(Protocol):
+    """The objects that a new one may refer to."""
+
+    def find(self, object_id: ObjectId) -> Location | None:
+        """Return where an object is, or None when it may not be referred to."""
+        ...
+
+    def by_label(self, label: int, limit: int) -> Sequence[Location]:
+        """Return objects of a label, newest first."""
+        ...
+
+    def by_elements(self, elements: int, limit: int) -> Sequence[Location]:
+        """Return objects of so many elements that have a sketch, newest first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A base that may serve: element `i` is predicted by element `start + i` of it.
+
+    `generation` is that of the new object if it becomes a delta of this one.
+    """
+
+    location: Location
+    start: int
+    generation: int
+
+
+def label_of(piece: Piece) -> int:
+    """Return the label of a piece: equal for the same part of a tensor of that name and shape, whatever its dtype."""
+    if not piece.name:
+        return 0
+    text = f"{piece.name}\0{piece.shape}\0{piece.index}"
+    return int.from_bytes(blake3(text.encode("utf-8", "surrogateescape")).digest(8), "little") or 1
+
+
+class Line:
+    """The same file in the snapshot before: finds the object that holds a tensor's bytes there."""
+
+    def __init__(self, layout: Layout, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._regions = {region.name: region for region in layout.regions if region.kind is RegionKind.TENSOR}
+
+    def find(self, region: Region, offset: int) -> tuple[ObjectId, int] | None:
+        """Return (object, its element) that stands in the earlier file where byte `offset` of `region` would be."""
+        before = self._regions.get(region.name)
+        if before is None or before.shape != region.shape or not can_predict(region.dtype, before.dtype):
+            return None
+        at = before.offset + offset // region.dtype.width * before.dtype.width
+        for extent, inside, _ in self._recipe.locate(at, 1):
+            element, rest = divmod(extent.object_offset + inside, before.dtype.width)
+            # Blocks of the new object then face whole blocks of the base.
+            if extent.object_id is not None and not rest and element % limits.BLOCK_ELEMENTS == 0:
+                return extent.object_id, element
+        return None
+
+
+def candidates(known: Known, piece: Piece, sketch: bytes, line: tuple[ObjectId, int] | None) -> list[Candidate]:
+    """Return bases that may serve, the most promising first: from the line, by label, by sketch."""
+    if piece.dtype.width == 0 or sketch == NO_SKETCH:
+        return []
+    label = known.by_label(label_of(piece), _SAME_LABEL_LIMIT)
+    depth = _MASTER_DEPTH if any(other.dtype.width < piece.dtype.width for other in label) else limits.CHAIN_DEPTH
+    starts: list[tuple[Location, int]] = []
+    if line is not None and (location := known.find(line[0])) is not None:
+        starts.append((location, line[1]))
+    alike = list(_ranked(label, sketch))
+    if not starts and not alike:
+        same_size = known.by_elements(piece.length // piece.dtype.width, _SAME_SIZE_LIMIT)
+        alike = list(_ranked(same_size, sketch))
+    starts += [(location, 0) for location in alike]
+    found: dict[ObjectId, Candidate] = {}
+    for location, start in starts:
+        candidate = _climb(known, location, start, depth)
+        if candidate is not None and can_predict(piece.dtype, candidate.location.dtype):
+            found.setdefault(candidate.location.object_id, candidate)
+        if len(found) == _MOST:
+            break
+    return list(found.values())
+
+
+def pick(
+    options: Sequence[Candidate], raw: Buffer, dtype: DType, read: Callable[[Candidate, int, int], Buffer]
+) -> Candidate | None:
+    """Return the candidate that predicts a sample of `raw` best, or None when none of them beats no base at all.
+
+    `read(candidate, offset, length)` gives raw bytes of a base, clipped to it.
+    """
+    view = memoryview(raw).cast("B")
+    elements = len(view) // dtype.width
+    first = elements // 2 // limits.BLOCK_ELEMENTS * limits.BLOCK_ELEMENTS
+    count = min(limits.BLOCK_ELEMENTS, elements - first)
+    sample = view[first * dtype.width : (first + count) * dtype.width]
+    best, least = None, predict(sample, dtype) * _WORTH
+    for option in options:
+        width = option.location.dtype.width
+        base = Base(read(option, (option.start + first) * width, count * width), option.location.dtype)
+        size = predict(sample, dtype, [base])
+        if size < least:
+            best, least = option, size
+    return best
+
+
+def _ranked(locations: Iterable[Location], sketch: bytes) -> Iterator[Location]:
+    """Those whose sketch is like `sketch`, the most alike first, then the newest (which come first)."""
+    rows = list(locations)
+    if not rows:
+        return iter(())
+    sketches = np.frombuffer(b"".join(row.sketch for row in rows), np.uint8).reshape(-1, SKETCH_BYTES)
+    alike = similarity(sketch, sketches)
+    order = np.argsort(-alike, kind="stable")
+    return (rows[at] for at in order.tolist() if alike[at] >= _ALIKE)
+
+
+def _climb(known: Known, newest: Location, start: int, depth: int) -> Candidate | None:
+    """Return the nearest object on a chain, from `newest` on, that the next of its line may be based on.
+
+    None when the chain behind it is not whole.
+    """
+    generation = newest.generation + 1
+    most = min(depth, _DEPTHS[(generation - 1) % len(_DEPTHS)]) - 1
+    chosen: Candidate | None = None
+    location, seen = newest, {newest.object_id}
+    while True:
+        if chosen is None and location.depth <= most:
+            chosen = Candidate(location, start, generation)
+        if location.base == NO_ID:
+            return chosen
+        start += location.base_start
+        behind = known.find(location.base)
+        if behind is None or behind.object_id in seen or behind.depth >= location.depth:
+            return None
+        seen.add(behind.object_id)
+        location = behind

@@ -1,0 +1,254 @@
+"""Snapshots written back as plain files."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moonclipfs import limits
+from moonclipfs.errors import ExistsError
+from moonclipfs.store.backend import os_errors
+from moonclipfs.store.filereader import FileReader
+from moonclipfs.store.progress import Progress
+from moonclipfs.store.restore import restore_attributes
+from moonclipfs.store.store import Store
+from moonclipfs.types import Entry, EntryType, Version
+
+_PART = re.compile(r"\.[0-9a-f]{16}\.moonclipfs-part")
+"""Names of files that are being written."""
+_SEGMENT_BYTES = 32 * limits.MIB
+_FILES_IN_WORK = 64
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What an export did. `notes` tell of attributes that this host would not take."""
+
+    files: int = 0
+    skipped: int = 0
+    bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def export(
+    store: Store,
+    version: Version,
+    target: Path,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    overwrite: bool = False,
+    jobs: int = 0,
+) -> ExportReport:
+    """Write a version's tree into the directory `target`, which is made if need be.
+
+    Bytes, holes, modes, times, symlinks, hard links and extended attributes come back; owners do when run as root.
+    A file appears under its name when it is whole and durable. What is there already with the same length and time
+    of change is left as it is, so an interrupted export goes on where it was; anything else in the way is ExistsError
+    before a byte is written, or is replaced with `overwrite` (but never a directory by a file). Files of `target` that
+    the version does not have stay. `jobs` threads decode (0: one for each core).
+
+    Raises ExistsError, CorruptError, NoSpaceError, PermissionDeniedError.
+    """
+    root = os.fsencode(os.path.abspath(target))
+    entries = [(os.path.join(root, path), entry) for path, entry in store.walk(version)]
+    work = _Export(store, progress or (lambda _: None), overwrite)
+    with os_errors(f"write below {target}"):
+        os.makedirs(root, exist_ok=True)
+        todo = [(path, entry) for path, entry in entries if not work.is_done(path, entry)]
+        work.run(todo, jobs or len(os.sched_getaffinity(0)))
+        links = work.link_all(entries)
+        # Last, and the deepest first: writing into a directory changes its time, and may not be allowed afterwards.
+        directories = [(path, entry) for path, entry in entries if entry.type is EntryType.DIRECTORY]
+        for path, entry in [*reversed(directories), (root, store.root_entry(version))]:
+            work.report.notes += restore_attributes(path, entry)
+    work.report.files += links
+    return work.report
+
+
+class _Part:
+    """A file that is being written under another name, piece by piece, by several threads."""
+
+    def __init__(self, path: bytes, entry: Entry, reader: FileReader) -> None:
+        self.path = path
+        self.entry = entry
+        self._reader = reader
+        self._name = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.moonclipfs-part".encode())
+        self._fd = os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.truncate(self._fd, reader.size)
+
+    def segments(self) -> Iterator[tuple[int, int]]:
+        """(offset, length) of the parts that hold bytes, in turn; holes are left out."""
+        offset = start = 0
+        for extent in self._reader.recipe.extents:
+            if extent.is_hole or offset + extent.length - start > _SEGMENT_BYTES:
+                if offset > start:
+                    yield start, offset - start
+                start = offset + extent.length if extent.is_hole else offset
+            offset += extent.length
+        if offset > start:
+            yield start, offset - start
+
+    def write(self, offset: int, length: int) -> int:
+        """Write a range and return its length."""
+        step = limits.PREFETCH_BYTES
+        for at in range(offset, offset + length, step):
+            data = memoryview(bytearray(min(step, offset + length - at)))
+            self._reader.stream_into(at, data)
+            with os_errors(f"write {os.fsdecode(self.path)}"):
+                _pwrite(self._fd, data, at)
+        return length
+
+    def finish(self) -> list[str]:
+        """Give the file its attributes and, once it is durable, its name."""
+        with os_errors(f"write {os.fsdecode(self.path)}"):
+            notes = restore_attributes(self._name, self.entry)
+            os.fsync(self._fd)
+            os.close(self._fd)
+            os.rename(self._name, self.path)
+        return notes
+
+    def abort(self) -> None:
+        """Throw away what was written."""
+        os.close(self._fd)
+        os.unlink(self._name)
+
+
+class _Export:
+    def __init__(self, store: Store, tell: Callable[[Progress], None], overwrite: bool) -> None:
+        self._store = store
+        self._tell = tell
+        self._overwrite = overwrite
+        self._lock = threading.Lock()
+        self._progress = Progress()
+        self.report = ExportReport()
+
+    def is_done(self, path: bytes, entry: Entry) -> bool:
+        """Whether what is at `path` needs no writing. Raises ExistsError for what may not be replaced."""
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return False
+        same_type = stat.S_IFMT(status.st_mode) == entry.type.st_mode
+        if same_type and entry.type is EntryType.DIRECTORY:
+            return False
+        if same_type and entry.type is EntryType.SYMLINK:
+            if os.readlink(path) == entry.target:
+                return True
+        elif same_type and (entry.size, entry.attributes.mtime_ns) == (status.st_size, status.st_mtime_ns):
+            self.report.skipped += 1
+            return True
+        if stat.S_ISDIR(status.st_mode) or entry.type is EntryType.DIRECTORY:
+            raise ExistsError(
+                f"{os.fsdecode(path)} is in the way, and of another type: move it away, or choose another target"
+            )
+        if not self._overwrite:
+            raise ExistsError(
+                f"{os.fsdecode(path)} exists and differs: choose another target, or allow it to be overwritten"
+            )
+        return False
+
+    def run(self, todo: list[tuple[bytes, Entry]], jobs: int) -> None:
+        """Make directories and special files, then write all files, several segments at a time."""
+        for path, entry in todo:
+            if entry.type is EntryType.DIRECTORY:
+                _make_directory(path)
+            elif entry.type is not EntryType.FILE:
+                self._make_special(path, entry)
+        for directory in {os.path.dirname(path) for path, _ in todo}:
+            _remove_parts(directory)
+        files = list(_once_each_link_group(todo))
+        self._progress.total = sum(entry.size for _, entry in files)
+        working: deque[tuple[_Part, list[Future[None]]]] = deque()
+        with ThreadPoolExecutor(jobs, "export") as pool:
+            try:
+                for path, entry in files:
+                    part = _Part(path, entry, self._store.open_file(entry))
+                    working.append((part, []))
+                    working[-1][1].extend(pool.submit(self._write, part, *segment) for segment in part.segments())
+                    if len(working) >= _FILES_IN_WORK:
+                        self._finish(working)
+                while working:
+                    self._finish(working)
+            finally:
+                for part, futures in working:
+                    wait([future for future in futures if not future.cancel()])
+                    part.abort()
+
+    def _write(self, part: _Part, offset: int, length: int) -> None:
+        part.write(offset, length)
+        with self._lock:
+            self._progress.path = os.fsdecode(part.path)
+            self._progress.done += length
+            self._tell(self._progress)
+
+    def _finish(self, working: deque[tuple[_Part, list[Future[None]]]]) -> None:
+        part, futures = working[0]
+        for future in futures:
+            future.result()
+        self.report.notes += part.finish()
+        working.popleft()
+        self.report.files += 1
+        self.report.bytes += part.entry.size
+
+    def _make_special(self, path: bytes, entry: Entry) -> None:
+        """A symlink, fifo or socket, made under another name first."""
+        name = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.moonclipfs-part".encode())
+        if entry.type is EntryType.SYMLINK:
+            os.symlink(entry.target, name)
+        else:
+            os.mknod(name, 0o600 | entry.type.st_mode)
+        self.report.notes += restore_attributes(name, entry)
+        os.rename(name, path)
+
+    def link_all(self, entries: list[tuple[bytes, Entry]]) -> int:
+        """Make the names of each link group names of one file again; return how many were made."""
+        first: dict[int, bytes] = {}
+        made = 0
+        for path, entry in entries:
+            if entry.type is not EntryType.FILE or not entry.link_group:
+                continue
+            original = first.setdefault(entry.link_group, path)
+            if original == path or (os.path.exists(path) and os.path.samefile(path, original)):
+                continue
+            name = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.moonclipfs-part".encode())
+            os.link(original, name)
+            os.rename(name, path)
+            made += 1
+        return made
+
+
+def _once_each_link_group(entries: list[tuple[bytes, Entry]]) -> Iterator[tuple[bytes, Entry]]:
+    seen: set[int] = set()
+    for path, entry in entries:
+        if entry.type is EntryType.FILE and entry.link_group not in seen:
+            if entry.link_group:
+                seen.add(entry.link_group)
+            yield path, entry
+
+
+def _make_directory(path: bytes) -> None:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        os.chmod(path, 0o700)  # of an interrupted export, which may have made it read-only
+
+
+def _remove_parts(directory: bytes) -> None:
+    """Remove what an interrupted export left."""
+    for name in os.listdir(directory):
+        if _PART.fullmatch(os.fsdecode(name)):
+            os.unlink(os.path.join(directory, name))
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written

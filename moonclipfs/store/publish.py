@@ -1,0 +1,129 @@
+"""Ingest into a store: what was put in becomes a version of a snapshot, or leaves nothing that is visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+
+from moonclipfs.errors import BusyError
+from moonclipfs.formats.cut import CutRules
+from moonclipfs.store.backend import Backend
+from moonclipfs.store.directories import decode_directory
+from moonclipfs.store.index import Index
+from moonclipfs.store.ingest import Intake
+from moonclipfs.store.leases import Lease
+from moonclipfs.store.log import Log, Names
+from moonclipfs.store.packs import PackReader
+from moonclipfs.store.recipes import decode_recipe
+from moonclipfs.store.sinks import PackSink
+from moonclipfs.types import NO_ID, EntryType, Kind, ObjectId, Version
+
+
+class _CondemnedError(Exception):
+    """Since the last look, gc condemned packs that may hold what is about to be published."""
+
+
+class Ingest(Intake):
+    """Puts files into a store and publishes them. A context manager; one thread uses it at a time.
+
+    While it lives, nothing that exists now is deleted. An ingest that ends without `publish` leaves only objects that
+    nothing refers to; the next one finds them again, until gc takes them.
+    """
+
+    def __init__(
+        self, backend: Backend, index: Index, packs: PackReader, log: Log, lease: Lease, rules: CutRules
+    ) -> None:
+        """Raises LeaseLostError, BackendError."""
+        self._index = index
+        self._log = log
+        self._lease = lease
+        # In this order: what the index calls usable stays true only while the lease holds the log's state.
+        self._hold = lease.hold(log.names.sequence)
+        try:
+            names = log.refresh()
+            self._condemned = set(names.condemned())
+            index.set_condemned(self._condemned)
+            index.sync()
+            self._packs_sink = PackSink(backend, index, packs)
+            super().__init__(self._packs_sink, rules)
+        except BaseException:
+            self._hold.release()
+            raise
+
+    def __enter__(self) -> Ingest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it: what was put but not published is dropped."""
+        super().close()
+        self._packs_sink.abort()
+        self._hold.release()
+
+    def publish(
+        self,
+        path: str,
+        root: ObjectId,
+        metadata: Mapping[str, object],
+        check: Callable[[Names], None] | None = None,
+    ) -> Version:
+        """Make everything durable and bind the directory object `root` to `path`, as a new version of it.
+
+        `check` sees the newest names before the record is written, after each lost race, and may raise to give up.
+        Raises LeaseLostError when this process was taken for dead: then nothing was published.
+        """
+
+        def guard(names: Names) -> None:
+            self._lease.check()
+            if check is not None:
+                check(names)
+            if not self._condemned.issuperset(names.condemned()):
+                raise _CondemnedError
+
+        while True:
+            self._packs_sink.flush()
+            try:
+                return self._log.bind(path, root, metadata, check=guard)
+            except _CondemnedError:
+                self._condemned.update(self._log.names.condemned())
+                self._index.set_condemned(self._condemned)
+                self._rescue(root)
+
+    def _rescue(self, root: ObjectId) -> None:
+        """Store again whatever `root` needs that lies in condemned packs. They exist still: our lease keeps them."""
+        for object_id in self._needed(root):
+            self._copy_chain(object_id)
+
+    def _needed(self, root: ObjectId) -> Iterable[ObjectId]:
+        """Every object that `root` leads to, itself included; their bases are not."""
+        reader = self._packs_sink.objects
+        todo, seen = [(root, EntryType.DIRECTORY)], {root}
+        while todo:
+            object_id, kind = todo.pop()
+            yield object_id
+            if kind is EntryType.FILE:
+                below = decode_recipe(reader.load(object_id, Kind.RECIPE)).object_ids()
+                yield from (data for data in below if data not in seen)
+                seen.update(below)
+                continue
+            for entry in decode_directory(reader.load(object_id, Kind.DIRECTORY)).values():
+                if entry.child != NO_ID and entry.child not in seen:
+                    seen.add(entry.child)
+                    todo.append((entry.child, entry.type))
+
+    def _copy_chain(self, object_id: ObjectId) -> None:
+        """Copy an object and the bases behind it, as encoded, out of condemned packs."""
+        seen = set()
+        while object_id != NO_ID and self._index.find(object_id, usable=True) is None:
+            if object_id in seen:
+                # Its only other encoding hangs on what hangs on it. A second try encodes both anew.
+                raise BusyError(f"object {object_id.hex()} was reclaimed while it was used: try again")
+            seen.add(object_id)
+            location = self._packs_sink.locate(object_id)
+            if location.pack in self._condemned:
+                location = self._packs_sink.copy(location)
+            object_id = location.base

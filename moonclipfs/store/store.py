@@ -1,0 +1,232 @@
+"""One open store: names, trees, files and objects of it, and the way to put more in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from moonclipfs import limits
+from moonclipfs.errors import CorruptError, NoSpaceError, NotFoundError, PermissionDeniedError, UsageError
+from moonclipfs.formats.layout import Layout
+from moonclipfs.formats.sniff import parse
+from moonclipfs.store.backend import LocalBackend
+from moonclipfs.store.cache import BoundedCache
+from moonclipfs.store.config import create_store, load_config
+from moonclipfs.store.directories import decode_directory
+from moonclipfs.store.filereader import FileReader
+from moonclipfs.store.hostfs import index_path as default_index_path
+from moonclipfs.store.index import Index
+from moonclipfs.store.leases import Lease
+from moonclipfs.store.log import Log, Names, parse_spec
+from moonclipfs.store.packs import PackReader
+from moonclipfs.store.publish import Ingest
+from moonclipfs.store.reader import ObjectReader
+from moonclipfs.store.recipes import Recipe, decode_recipe
+from moonclipfs.store.target import close_names
+from moonclipfs.types import NO_ID, Attributes, Entry, EntryType, Kind, ObjectId, Version
+
+_EMPTY = Recipe(())
+
+
+class Store:
+    """A store in a local directory. A context manager; thread-safe, but for `close`."""
+
+    def __init__(self, path: Path, *, write: bool, purpose: str, index_path: Path | None, cache_bytes: int) -> None:
+        """Use `Store.open`."""
+        self.path = path
+        self.backend = LocalBackend(path)
+        self.config = load_config(self.backend)
+        if write:
+            self.config.check_writable()
+        self.backend = LocalBackend(path, shared=self.config.shared)
+        self.write = write
+        self.log = Log(self.backend)
+        names = self.log.refresh()
+        self.lease = self._lease(purpose, names.sequence)
+        if self.lease is not None:
+            self.backend.owner = self.lease.name
+        self.packs = PackReader(self.backend)
+        if index_path is None:
+            index_path = default_index_path(path, self.config.store_id, shared=self.config.shared)
+        self.index = Index(index_path, self.backend, self.packs, self.config.store_id)
+        self.index.set_condemned(names.condemned())
+        self.objects = ObjectReader(self.index, self.packs, cache_bytes)
+        self._directories: BoundedCache[ObjectId, Mapping[bytes, Entry]]
+        self._directories = BoundedCache(limits.DIRECTORY_CACHE_ENTRIES)
+        self._recipes: BoundedCache[ObjectId, Recipe] = BoundedCache(limits.RECIPE_CACHE_EXTENTS)
+        self._layouts: BoundedCache[ObjectId, Layout] = BoundedCache(limits.LAYOUT_CACHE_TENSORS)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], *, shared: bool = False) -> Store:
+        """Make a store in a new or empty directory and open it for writing. Raises ExistsError, NotFoundError."""
+        create_store(path, shared=shared)
+        return cls.open(path, write=True)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        write: bool = False,
+        purpose: str = "",
+        index_path: Path | None = None,
+        cache_bytes: int = limits.BLOCK_CACHE_BYTES,
+    ) -> Store:
+        """Open a store; it must exist.
+
+        Reading works in a directory that cannot be written to. `purpose` tells others in the lease what this process
+        does, `index_path` moves the index, `cache_bytes` bounds the decoded blocks that are kept. Raises
+        NotFoundError, FormatVersionError, CorruptError, and PermissionDeniedError to write where that is forbidden.
+        """
+        return cls(Path(path), write=write, purpose=purpose, index_path=index_path, cache_bytes=cache_bytes)
+
+    def _lease(self, purpose: str, sequence: int) -> Lease | None:
+        try:
+            return Lease.acquire(self.path, purpose, sequence)
+        except (PermissionDeniedError, NoSpaceError):
+            # A reader is only less protected without one: what it reads may be reclaimed, and is missing then.
+            if self.write:
+                raise
+            return None
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the lease, the index and every open pack. Harmless when done before."""
+        self.index.close()
+        self.packs.close()
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+    def names(self) -> Names:
+        """The names as they are now; tells the lease that this process has seen them. Raises CorruptError."""
+        names = self.log.refresh()
+        self.index.set_condemned(names.condemned())
+        if self.lease is not None:
+            self.lease.seen(names.sequence)
+        return names
+
+    def resolve(self, spec: str) -> Version:
+        """Return the version that NAME or NAME@NUMBER means. Raises NotFoundError, which suggests close names."""
+        path, number = parse_spec(spec)
+        names = self.names()
+        bound = names.bound()
+        versions = names.versions(path)
+        if number is None:
+            if path in bound:
+                return bound[path]
+            removed = (
+                f"; its version {versions[-1].number} is still kept: {path}@{versions[-1].number}" if versions else ""
+            )
+            similar = " or ".join(close_names(path, bound))
+            raise NotFoundError(
+                f"no snapshot {path} in {self.path}" + (removed or (f"; did you mean {similar}?" if similar else ""))
+            )
+        for version in versions:
+            if version.number == number:
+                return version
+        kept = ", ".join(str(version.number) for version in versions) or "none"
+        raise NotFoundError(f"no version {number} of {path} in {self.path}; kept: {kept}")
+
+    def root_entry(self, version: Version) -> Entry:
+        """The root directory of a version as an entry without a name."""
+        return Entry(b"", EntryType.DIRECTORY, _attributes(version), child=version.root)
+
+    def directory(self, object_id: ObjectId) -> Mapping[bytes, Entry]:
+        """The entries of a directory object by name, in order. Raises CorruptError."""
+        entries = self._directories.get(object_id)
+        if entries is None:
+            entries = decode_directory(self.objects.load(object_id, Kind.DIRECTORY))
+            self._directories.put(object_id, entries, len(entries) + 1)
+        return entries
+
+    def lookup(self, version: Version, path: bytes) -> Entry:
+        """The entry at `path` inside a version; `b""` is its root. Raises NotFoundError, CorruptError."""
+        entry = self.root_entry(version)
+        for part in path.split(b"/") if path else ():
+            found = self.directory(entry.child).get(part) if entry.type is EntryType.DIRECTORY else None
+            if found is None:
+                raise NotFoundError(f"no {os.fsdecode(path)} in {version.path}@{version.number}")
+            entry = found
+        return entry
+
+    def walk(self, version: Version) -> Iterator[tuple[bytes, Entry]]:
+        """Yield (path, entry) of everything below the root of a version: sorted, parents first. Raises CorruptError."""
+        return self.walk_directory(version.root)
+
+    def walk_directory(self, root: ObjectId, prefix: bytes = b"", depth: int = 0) -> Iterator[tuple[bytes, Entry]]:
+        """Yield (path, entry) of everything below a directory object, paths starting with `prefix`."""
+        if depth > limits.PATH_DEPTH:
+            raise CorruptError(f"directory {os.fsdecode(prefix)}: deeper than {limits.PATH_DEPTH}")
+        for name, entry in self.directory(root).items():
+            yield prefix + name, entry
+            if entry.type is EntryType.DIRECTORY:
+                yield from self.walk_directory(entry.child, prefix + name + b"/", depth + 1)
+
+    def recipe(self, entry: Entry) -> Recipe:
+        """The extents of a file entry. Raises CorruptError, also when they are not as long as the entry says."""
+        if entry.type is not EntryType.FILE:
+            raise UsageError(f"{os.fsdecode(entry.name)} is no file")
+        recipe = _EMPTY if entry.child == NO_ID else self._recipes.get(entry.child)
+        if recipe is None:
+            recipe = decode_recipe(self.objects.load(entry.child, Kind.RECIPE))
+            self._recipes.put(entry.child, recipe, len(recipe.extents) + 1)
+        if recipe.size != entry.size:
+            raise CorruptError(f"{os.fsdecode(entry.name)}: {entry.size} bytes, but a recipe of {recipe.size}")
+        return recipe
+
+    def open_file(self, entry: Entry) -> FileReader:
+        """A reader of a file entry. Raises CorruptError."""
+        return FileReader(self.objects, self.recipe(entry))
+
+    def layout(self, entry: Entry) -> Layout:
+        """What the parsers say of a file entry. Raises CorruptError only for damage to the store."""
+        layout = self._layouts.get(entry.child)
+        if layout is None:
+            layout = parse(self.open_file(entry))
+            self._layouts.put(entry.child, layout, len(layout.regions) + len(layout.tensors) + 1)
+        return layout
+
+    def ingest(self) -> Ingest:
+        """Begin to put files in. Raises UsageError when the store is open for reading only, LeaseLostError."""
+        if not self.write or self.lease is None:
+            raise UsageError(f"{self.path} is open for reading only")
+        return Ingest(self.backend, self.index, self.packs, self.log, self.lease, self.config.cut)
+
+
+def _attributes(version: Version) -> Attributes:
+    """The attributes of a snapshot's root, from the log; what is missing or odd there gets a default."""
+    stored = version.metadata.get("attributes")
+    fields = stored if isinstance(stored, Mapping) else {}
+
+    def number(name: str, default: int) -> int:
+        value = fields.get(name)
+        return value if isinstance(value, int) else default
+
+    return Attributes(
+        number("mode", 0o755) & 0o7777,
+        number("uid", 0),
+        number("gid", 0),
+        number("mtime_ns", version.time_ns),
+        number("ctime_ns", version.time_ns),
+    )
+
+
+def root_metadata(attributes: Attributes) -> dict[str, int]:
+    """What `bind` metadata keeps of the root directory's attributes, under the key "attributes"."""
+    return {
+        "mode": attributes.mode,
+        "uid": attributes.uid,
+        "gid": attributes.gid,
+        "mtime_ns": attributes.mtime_ns,
+        "ctime_ns": attributes.ctime_ns,
+    }
