@@ -37,6 +37,7 @@ from moonclipfs.store.store import Store
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PURPOSE_CHARACTERS = 500
 _LOG_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SWITCH_SECONDS = 0.0005
 """A decoding thread lets the event loop go on this soon; Python's own 5 ms would be felt in every request."""
@@ -52,7 +53,7 @@ def serve(store_path: str, mountpoint: str, options: MountOptions, ready: Callab
         check_allow_other(store_path)
     check_device()
     socket_path = runtime_path(place, "sock")
-    purpose = f"mount at {place}, control socket {socket_path}"
+    purpose = f"mount, control socket {socket_path}, at {place}"[:_PURPOSE_CHARACTERS]
     with Store.open(store_path, purpose=purpose, cache_bytes=options.cache_bytes) as store:
         server = _Server(store, place, options)
         control = ControlServer(socket_path, {"ping": server.ping, "stats": server.stats})

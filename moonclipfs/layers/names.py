@@ -51,7 +51,9 @@ class NameTree:
         """Sort `leaves` into directories; those that differ from the tree `before` were modified at `now_ns`."""
         self.leaves = leaves
         self.directories: dict[bytes, Children] = _directories(leaves)
-        self.mtimes = self._mtimes()
+        self.mtimes: dict[bytes, int] = {}
+        self._appeared: dict[bytes, int] = {}
+        self._date({} if before is None else before._appeared)
         if before is not None:
             for path, children in self.directories.items():
                 changed = now_ns if before.directories.get(path) != children else 0
@@ -62,19 +64,20 @@ class NameTree:
         for path in self.directories.keys() | before.directories.keys():
             new, old = self.directories.get(path, {}), before.directories.get(path, {})
             if new != old:
-                yield from ((path, name) for name in new.keys() | old.keys() if new.get(name) != old.get(name))
+                both = new.keys() & old.keys()
+                yield from ((path, name) for name in both if new[name] != old[name])
+                yield from ((path, name) for name in new.keys() ^ old.keys())
 
-    def _mtimes(self) -> dict[bytes, int]:
-        """When the youngest child of each directory appeared, in nanoseconds."""
-        mtimes: dict[bytes, int] = {}
-        appeared: dict[bytes, int] = {}
+    def _date(self, known: Mapping[bytes, int]) -> None:
+        """Date each directory by its youngest child, in nanoseconds. One that longer names make is as old as the oldest
+        of these, or as it was known to be when that one was still there.
+        """
         for path in sorted(self.directories, key=lambda path: path.count(b"/") + bool(path), reverse=True):
             times = []
             for name, leaf in self.directories[path].items():
-                times.append(appeared[join(path, name)] if leaf is None else _version(leaf).time_ns)
-            mtimes[path] = max(times, default=0)
-            appeared[path] = min(times, default=0)
-        return mtimes
+                times.append(self._appeared[join(path, name)] if leaf is None else _version(leaf).time_ns)
+            self.mtimes[path] = max(times, default=0)
+            self._appeared[path] = known.get(path, min(times, default=0))
 
 
 class View:

@@ -256,7 +256,9 @@ class Tree:
     # Contents of snapshots
 
     def _entries(self, directory: Node, wait: bool) -> Mapping[bytes, Entry]:
-        return {} if directory.version is None else self._directory(directory.entry.child, wait)
+        if directory.version is None or not directory.is_directory:
+            return {}
+        return self._directory(directory.entry.child, wait)
 
     def _directory(self, object_id: ObjectId, wait: bool) -> Mapping[bytes, Entry]:
         if object_id == NO_ID:

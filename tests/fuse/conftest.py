@@ -1,0 +1,114 @@
+"""Real mounts of real stores, taken away whatever a test leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonclipfs.errors import FuseUnavailableError
+from moonclipfs.fuse.control import ask, server_pid
+from moonclipfs.fuse.mount import MountOptions, mount
+from moonclipfs.fuse.mounts import mount_at
+from moonclipfs.fuse.prepare import check_device
+from moonclipfs.store.store import Store
+from tests.layers.publish import publish
+
+
+@dataclass
+class Mounted:
+    """A mounted store. `log` is the server's log file; `stats` asks the server itself."""
+
+    store: Path
+    path: Path
+    log: Path
+    pid: int
+
+    def stats(self) -> dict[str, Any]:
+        """The server's counts."""
+        return ask(str(self.path), "stats")
+
+    def log_text(self) -> str:
+        """What the server has logged so far."""
+        return self.log.read_text() if self.log.exists() else ""
+
+
+Mounter = Callable[..., Mounted]
+
+
+@pytest.fixture(scope="session")
+def fuse() -> None:
+    """Skip where the FUSE device cannot be opened."""
+    try:
+        check_device()
+    except FuseUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def mounter(fuse: None, tmp_path: Path) -> Iterator[Mounter]:
+    """Mount a store at tmp_path/mnt (or `at`); options as in MountOptions."""
+    mounted: list[Mounted] = []
+
+    def make(store: Path, at: Path | None = None, **options: Any) -> Mounted:
+        place = at or tmp_path / "mnt"
+        place.mkdir(exist_ok=True)
+        log = tmp_path / f"{place.name}.log"
+        assert mount(store, place, MountOptions(log=str(log), **options)) == 0
+        pid = server_pid(str(place))
+        assert pid is not None
+        mounted.append(Mounted(store, place, log, pid))
+        return mounted[-1]
+
+    yield make
+    for one in mounted:
+        clear(one)
+
+
+def clear(mounted: Mounted) -> None:
+    """Take a mount away by force."""
+    while (found := mount_at(str(mounted.path))) is not None and found.is_ours:
+        subprocess.run(["fusermount3", "-uz", str(mounted.path)], check=True)
+    try:
+        os.kill(mounted.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Fail unless `condition` comes true soon."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+def drop_caches() -> None:
+    """Make the kernel forget cached pages, names and inodes."""
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError as error:
+        pytest.skip(f"the kernel's caches cannot be dropped: {error.strerror}")
+
+
+SMALL_FILES = {
+    "config.json": b'{"layers": 2}',
+    "model.bin": os.urandom(300_000),
+    "empty": b"",
+    "latest": "model.bin",
+    "sub": {"deep": {"x": b"deep"}, "y": b"y" * 513},
+}
+
+
+@pytest.fixture
+def small(store: Store, mounter: Mounter) -> Mounted:
+    """A mount of a store with the snapshot run1/a, made of SMALL_FILES."""
+    publish(store, "run1/a", SMALL_FILES)
+    return mounter(store.path)
