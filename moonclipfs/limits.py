@@ -57,6 +57,10 @@ COMMIT_ATTEMPTS = 1000
 RESERVE_BYTES = 16 * MIB
 """Preallocated, given back while forget and gc run on a full disk."""
 REPACK_DEAD_SHARE = 0.30
+REPACK_BYTES = 4 * GIB
+"""Copied by gc at most before it deletes what the copies replace."""
+GC_WAIT_SECONDS = 2.0
+"""How long gc waits for other processes to see what it is about to delete; what they still use then goes in a later run."""
 
 # Parsers
 HEADER_BYTES = 100 * MIB

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from moonclipfs.errors import BackendError, UsageError
 from moonclipfs.formats.layout import Layout, opaque
 from moonclipfs.formats.sniff import parse
-from moonclipfs.store.backend import os_errors, read_range
 from moonclipfs.store.recipes import Recipe
+from moonclipfs.store.scan import FileSource, Found, scan
 from moonclipfs.store.store import Store
 from moonclipfs.types import BytesSource, Entry, EntryType, Source, Version
 
@@ -83,49 +80,25 @@ def _stored(store: Store, entry: Entry) -> SideFile:
 
 def path_side(path: Path) -> Side:
     """A file or directory on the disk. Raises NotFoundError, PermissionDeniedError, or UsageError for a device."""
-    with os_errors(f"read {path}"):
-        mode = os.stat(path).st_mode
-    if stat.S_ISREG(mode):
-        return Side({os.fsencode(path.name): SideFile(EntryType.FILE, partial(DiskSource, path))}, single=True)
-    if not stat.S_ISDIR(mode):
-        raise UsageError(f"{path} is neither a file nor a directory")
-    return Side(dict(_walk(path, b"")))
+    top = scan(path)
+    if top.type is not EntryType.DIRECTORY:
+        return Side({top.name: _on_disk(top)}, single=True)
+    return Side(dict(_below(top, b"")))
 
 
-def _walk(directory: Path, below: bytes) -> Iterator[tuple[bytes, SideFile]]:
-    with os_errors(f"read {directory}"), os.scandir(directory) as entries:
-        ordered = sorted(entries, key=lambda entry: os.fsencode(entry.name))
-    for entry in ordered:
-        name = below + os.fsencode(entry.name)
-        if entry.is_symlink():
-            with os_errors(f"read {entry.path}"):
-                yield name, SideFile(EntryType.SYMLINK, _no_bytes, target=os.fsencode(os.readlink(entry.path)))
-        elif entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path), name + b"/")
-        elif entry.is_file(follow_symlinks=False):
-            yield name, SideFile(EntryType.FILE, partial(DiskSource, Path(entry.path)))
+def _below(directory: Found, prefix: bytes) -> Iterator[tuple[bytes, SideFile]]:
+    for child in directory.children:
+        if child.type is EntryType.DIRECTORY:
+            yield from _below(child, prefix + child.name + b"/")
+        else:
+            yield prefix + child.name, _on_disk(child)
+
+
+def _on_disk(found: Found) -> SideFile:
+    if found.type is not EntryType.FILE:
+        return SideFile(found.type, _no_bytes, target=found.target)
+    return SideFile(found.type, partial(FileSource, found))
 
 
 def _no_bytes() -> Source:
     return BytesSource(b"")
-
-
-class DiskSource:
-    """A `Source` over a file on the disk that holds no descriptor between reads."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with os_errors(f"read {path}"):
-            self.size = os.stat(path).st_size
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Return exactly `length` bytes at `offset`. Raises BackendError when the file has become shorter."""
-        with os_errors(f"read {self._path}"):
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                data = read_range(fd, offset, length)
-            finally:
-                os.close(fd)
-        if len(data) != length:
-            raise BackendError(f"{self._path} became shorter while it was read")
-        return data

@@ -1,0 +1,317 @@
+"""Reclaiming space: what no kept version needs is found, announced in the log, and deleted when nobody can use it.
+
+The order, which every step keeps when the process dies after it:
+
+1. hold the log's state with our lease, so that nothing vanishes that we see from here on;
+2. mark what all kept versions need, bases included;
+3. copy what is needed out of packs that are mostly dead, each object decoded and hashed again, and publish the copies;
+4. append a `condemn` record: it names packs of which, after this record and all before it, nothing is needed that has
+   no copy in another pack; versions bound since the mark are marked before it is written;
+5. let go of the hold; delete a condemned pack when every live lease has seen its record and holds nothing older.
+
+A process that publishes after a condemn record has seen it, and has stored again what it needs of those packs. What a
+killed run leaves (copies without a condemn record, condemned packs) the next run takes up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from moonclipfs import limits
+from moonclipfs.errors import NoSpaceError, UsageError
+from moonclipfs.store import reserve
+from moonclipfs.store.leases import Lease, LeaseState, live_leases
+from moonclipfs.store.log import Names
+from moonclipfs.store.packs import pack_key
+from moonclipfs.store.reachable import PackTable
+from moonclipfs.store.records import record_name
+from moonclipfs.store.repack import copy_objects
+from moonclipfs.store.store import Store
+from moonclipfs.store.survey import Survey
+from moonclipfs.store.waste import Rows, Waste, removable
+
+_POLL_SECONDS = 0.1
+_KEY_OWNER = slice(4, 36)
+"""The part of a key in `tmp/` that is the name of its owner's lease."""
+
+
+@dataclass(slots=True)
+class GcReport:
+    """What a run did, or (`dry_run`) would do; all sizes are bytes of pack files.
+
+    `dead_bytes` is what no kept version needs, before the run. `waiting` packs are condemned, and go in a later run:
+    `waiting_for` says what they wait for. `problems` are packs that were left alone, and why.
+    """
+
+    dry_run: bool = False
+    live_objects: int = 0
+    live_bytes: int = 0
+    dead_bytes: int = 0
+    deleted_packs: int = 0
+    deleted_bytes: int = 0
+    copied_bytes: int = 0
+    waiting_packs: int = 0
+    waiting_bytes: int = 0
+    waiting_for: list[str] = field(default_factory=list)
+    leftovers: int = 0
+    log_records: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that packs take less than before."""
+        return self.deleted_bytes - self.copied_bytes
+
+
+def collect(
+    store: Store,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    dry_run: bool = False,
+    repack: bool = True,
+    wait_seconds: float = limits.GC_WAIT_SECONDS,
+) -> GcReport:
+    """Delete what no kept version needs; `progress` is told the bytes of objects copied.
+
+    Waits for `wait_seconds` at most for other processes to see what was condemned. On a full disk the store's reserve
+    is given back first, and taken again at the end. Raises CorruptError when it cannot be known what is needed,
+    NoSpaceError when not even the reserve lets it write, UsageError for a store that is open for reading only,
+    LeaseLostError, BackendError.
+    """
+    if dry_run:
+        return preview(store)
+    if store.lease is None or not store.write:
+        raise UsageError(f"{store.path} is open for reading only")
+    try:
+        try:
+            return _Run(store, store.lease, progress, repack).run(wait_seconds)
+        except NoSpaceError:
+            reserve.release(store.path)
+            return _Run(store, store.lease, progress, repack, disk_full=True).run(wait_seconds)
+    finally:
+        reserve.take(store.path)
+
+
+@contextmanager
+def open_to_reclaim(path: Path, purpose: str) -> Iterator[Store]:
+    """Open a store for writing even on a full disk, where a lease needs space that only the reserve has."""
+    try:
+        store = Store.open(path, write=True, purpose=purpose)
+    except NoSpaceError:
+        reserve.release(path)
+        store = Store.open(path, write=True, purpose=purpose)
+    try:
+        with store:
+            yield store
+    finally:
+        reserve.take(path)
+
+
+def preview(store: Store, without: Collection[tuple[str, int]] = ()) -> GcReport:
+    """What `collect` would do if the versions `without` (path, number) were forgotten, and nobody used the store."""
+    survey = Survey(store)
+    survey.mark(without=without)
+    table = survey.footers.table()
+    waste = survey.measure(table)
+    report = GcReport(dry_run=True)
+    _count(report, table, waste)
+    condemned = [number for number, flag in enumerate(table.mask(survey.condemned)) if flag]
+    gone = [*waste.whole, *waste.partial, *condemned]
+    report.deleted_packs = len(gone)
+    report.deleted_bytes = int(table.sizes[gone].sum())
+    copied = waste.primary & np.isin(table.pack, [*waste.partial, *condemned])
+    report.copied_bytes = int(table.stored[copied].sum())
+    report.problems = list(survey.footers.damaged.values())
+    return report
+
+
+def _count(report: GcReport, table: PackTable, waste: Waste) -> None:
+    report.live_objects = int(waste.primary.sum())
+    report.live_bytes = int(table.stored[waste.primary].sum())
+    report.dead_bytes = int(waste.dead.sum())
+
+
+class _Run:
+    """One run: cycles of copying, condemning and deleting, until there is nothing more to condemn."""
+
+    def __init__(
+        self, store: Store, lease: Lease, progress: Callable[[int, int], None], repack: bool, *, disk_full: bool = False
+    ) -> None:
+        self._store = store
+        self._lease = lease
+        self._progress = progress
+        self._repack = repack
+        self._disk_full = disk_full
+        self._survey = Survey(store)
+        self._report = GcReport()
+        self._copied = self._to_copy = 0
+
+    def run(self, wait_seconds: float) -> GcReport:
+        report = self._report
+        first = True
+        while self._cycle(first):
+            first = False
+            self._delete(0.0)
+        self._delete(wait_seconds)
+        report.leftovers = self._remove_leftovers()
+        report.log_records = self._store.log.trim()
+        report.problems += [*self._survey.footers.damaged.values(), *self._survey.left_alone.values()]
+        return report
+
+    # Deciding
+
+    def _cycle(self, first: bool) -> bool:
+        """Condemn some packs, after copying what is needed of them; False when there are none."""
+        young = self._young_ns()
+        with self._lease.hold(self._store.log.names.sequence):
+            self._survey.mark()
+            table = self._survey.footers.table()
+            waste = self._survey.measure(table, young)
+            if first:
+                _count(self._report, table, waste)
+            rows, victims = self._choose(table, waste)
+            if not len(rows) and not victims:
+                return False
+            if len(rows):
+                left_alone, copied = len(self._survey.left_alone), self._report.copied_bytes
+                victims = self._copy(table, rows, victims)
+                if not victims:
+                    # Go on if stranded objects are safe by now, or if it is known what to leave alone.
+                    return len(self._survey.left_alone) > left_alone or self._report.copied_bytes > copied
+                table = self._survey.footers.table()
+            return self._condemn(table, victims)
+
+    def _young_ns(self) -> int | None:
+        """Packs stored since then may belong to an ingest that has not published yet; None when there is none.
+
+        To condemn these would be safe, since the publisher looks, but make it store everything again; and they
+        could not be deleted before its hold ends anyway. The times come from one file system, and only spare work.
+        """
+        holds = [lease.hold for lease in live_leases(self._store.path) if lease.hold is not None]
+        if not holds:
+            return None
+        times = {info.key: info.modified_ns for info in self._store.backend.list("log/")}
+        return times.get(record_name(min(holds)), 0)
+
+    def _choose(self, table: PackTable, waste: Waste) -> tuple[Rows, list[str]]:
+        """Rows to copy, and packs to condemn after that: whole dead packs first, since they need no space."""
+        if len(waste.stranded):
+            return waste.stranded, []
+        if waste.whole:
+            return np.zeros(0, np.int64), [table.names[number] for number in waste.whole]
+        if not self._repack:
+            return np.zeros(0, np.int64), []
+        stored = np.bincount(table.pack[waste.primary], table.stored[waste.primary], len(table.names))
+        disk = os.statvfs(self._store.path)
+        room = min(limits.REPACK_BYTES, disk.f_bavail * disk.f_frsize // 2)
+        chosen: list[int] = []
+        for number in waste.partial:
+            if chosen and stored[chosen].sum() + stored[number] > room:
+                break
+            chosen.append(number)
+        self._to_copy = max(self._to_copy, self._copied + int(stored[waste.partial].sum()))
+        rows = np.flatnonzero(waste.primary & np.isin(table.pack, chosen))
+        return rows, [table.names[number] for number in chosen]
+
+    def _copy(self, table: PackTable, rows: Rows, victims: list[str]) -> list[str]:
+        """Copy the objects of `rows`; returns the packs of `victims` of which everything was copied."""
+
+        def tell(count: int) -> None:
+            self._copied += count
+            self._progress(self._copied, max(self._to_copy, self._copied))
+
+        # In the order in which they lie in the old packs, which is that of files and tensors.
+        rows = rows[np.lexsort((table.entries["offset"][rows], table.pack[rows]))]
+        try:
+            copied = copy_objects(self._store, (table.location(int(row)) for row in rows), tell)
+        except NoSpaceError as error:
+            if not self._disk_full:
+                raise
+            self._repack = False
+            self._report.problems.append(f"too little space to repack: {error}")
+            return []
+        self._report.copied_bytes += copied.bytes
+        self._survey.left_alone |= copied.broken
+        return [pack for pack in victims if pack not in copied.broken]
+
+    def _condemn(self, table: PackTable, victims: list[str]) -> bool:
+        """Append the record. What is needed is looked at again against the names that it will follow."""
+
+        def body(names: Names) -> Mapping[str, object]:
+            self._lease.check()
+            self._survey.mark(names)
+            condemned = self._survey.condemned
+            left = [pack for pack in victims if pack not in condemned]
+            going = removable(table, self._survey.needed.ids(), condemned, left)
+            if not going:
+                raise _NothingLeftError
+            return {"packs": going}
+
+        try:
+            self._store.log.append("condemn", body)
+        except _NothingLeftError:
+            return False
+        return True
+
+    # Deleting
+
+    def _delete(self, wait_seconds: float) -> None:
+        """Delete the condemned packs that nobody can use any more."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            waiting, blockers = self._delete_free()
+            if not waiting or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        self._report.waiting_packs = len(waiting)
+        self._report.waiting_bytes = sum(waiting.values())
+        self._report.waiting_for = [_describe(lease) for lease in blockers.values()]
+
+    def _delete_free(self) -> tuple[dict[str, int], dict[str, LeaseState]]:
+        """Delete what can go now; returns the sizes of packs that cannot, and the leases in the way."""
+        self._survey.mark()
+        table = self._survey.footers.table()
+        condemned = {pack: record for pack, record in self._survey.condemned.items() if pack in table.numbers}
+        free = removable(table, self._survey.needed.ids(), (), list(condemned))
+        leases = live_leases(self._store.path)
+        waiting: dict[str, int] = {}
+        blockers: dict[str, LeaseState] = {}
+        for pack, record in condemned.items():
+            size = int(table.sizes[table.numbers[pack]])
+            against = [lease for lease in leases if not lease.allows(record)]
+            blockers |= {lease.name: lease for lease in against}
+            if against or pack not in free:
+                waiting[pack] = size
+                continue
+            self._store.backend.delete(pack_key(pack))
+            self._store.index.drop_pack(pack)
+            self._report.deleted_packs += 1
+            self._report.deleted_bytes += size
+        return waiting, blockers
+
+    def _remove_leftovers(self) -> int:
+        """Remove what dead processes left half written. Returns the count of files."""
+        backend = self._store.backend
+        # Listed before the leases: an owner that is not among these then is dead, or is done.
+        keys = [info.key for info in backend.list("tmp/")]
+        alive = {lease.name for lease in live_leases(self._store.path)}
+        dead = [key for key in keys if key[_KEY_OWNER] not in alive]
+        for key in dead:
+            backend.delete(key)
+        return len(dead)
+
+
+class _NothingLeftError(Exception):
+    """Meanwhile everything that was to be condemned has been, or is needed after all."""
+
+
+def _describe(lease: LeaseState) -> str:
+    doing = f" ({lease.purpose})" if lease.purpose else ""
+    return f"process {lease.pid} on {lease.host}{doing}"

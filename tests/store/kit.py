@@ -1,0 +1,42 @@
+"""Small stores for tests: files of given bytes become snapshots, one pack each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+from moonclipfs.store.store import Store
+from moonclipfs.types import Attributes, BytesSource, Entry, EntryType, Version
+
+ATTRIBUTES = Attributes(0o644)
+
+
+def noise(seed: int, length: int = 20_000) -> bytes:
+    """Bytes that do not compress: one object, stored in full."""
+    return random.Random(seed).randbytes(length)
+
+
+def publish(store: Store, path: str, files: Mapping[str, bytes], **metadata: object) -> Version:
+    """Bind files of one directory to `path`."""
+    with store.ingest() as ingest:
+        entries = []
+        for name, data in files.items():
+            child, size, _ = ingest.put_file(BytesSource(data))
+            entries.append(Entry(name.encode(), EntryType.FILE, ATTRIBUTES, size, child))
+        return ingest.publish(path, ingest.put_directory(entries), metadata)
+
+
+def contents(store: Store, spec: str) -> dict[str, bytes]:
+    """The files of a snapshot, read whole."""
+    version = store.resolve(spec)
+    return {
+        path.decode(): store.open_file(entry).read(0, entry.size)
+        for path, entry in store.walk(version)
+        if entry.type is EntryType.FILE
+    }
+
+
+def packs(store: Store) -> set[str]:
+    """Names of the pack files that there are."""
+    return {path.stem for path in (Path(store.path) / "packs").iterdir()}
