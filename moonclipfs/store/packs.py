@@ -93,7 +93,11 @@ class _OpenPack:
         self.name = secrets.token_hex(16)
         self.table = bytearray()
         self.upload: Upload = backend.upload()
-        self.upload.write(packfile.pack_header())
+        try:
+            self.upload.write(packfile.pack_header())
+        except BaseException:
+            self.upload.abort()
+            raise
 
     @property
     def full(self) -> bool:
