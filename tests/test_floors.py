@@ -62,7 +62,7 @@ def own_imports(path: Path) -> Iterator[tuple[str, str | None, int]]:
     for module, name, line in imports(path):
         if module.split(".")[0] != "moonclipfs":
             continue
-        if name is not None and f"{module}.{name}" in MODULES:
+        if name is not None and (f"{module}.{name}" in MODULES or name == "_codec"):
             yield f"{module}.{name}", None, line
         else:
             yield module, name, line
