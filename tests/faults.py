@@ -147,6 +147,13 @@ class NoLinkOps(FileOps):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
+class UnsyncedOps(FileOps):
+    """Never waits for the disk: for tests that write much and crash never."""
+
+    def fsync(self, fd: int) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One recorded call. `file` numbers the file meant, `path` is relative to the store, `mark` is a test's own."""
