@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import posixpath
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError, NotFoundError, UsageError
 from moonclipfs.formats.layout import Tensor
+from moonclipfs.layers.links import follow as walk_links
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import close_names, locate
@@ -38,8 +38,6 @@ _TORCH = {
     DType.BF16: "bfloat16", DType.F8_E4M3: "float8_e4m3fn", DType.F8_E5M2: "float8_e5m2",
     DType.F8_E8M0: "float8_e8m0fnu", DType.F8_E4M3FNUZ: "float8_e4m3fnuz", DType.F8_E5M2FNUZ: "float8_e5m2fnuz",
 }  # fmt: skip
-_SYMLINKS = 40
-"""Symbolic links followed for one path, as the kernel does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +136,14 @@ class Snapshot:
 
         Raises NotFoundError, also for a link that leads out of the snapshot.
         """
-        rest, done, links = [part for part in path.split("/") if part], "", 0
-        entry = self.store.lookup(self.version, b"")
-        while rest:
-            step = posixpath.normpath(posixpath.join(done, rest.pop(0)))
-            if step == ".." or step.startswith("../"):
-                raise NotFoundError(f"{path} leads out of snapshot {self.name}")
-            step = "" if step == "." else step
-            entry = self.store.lookup(self.version, os.fsencode(step))
-            if entry.type is not EntryType.SYMLINK:
-                done = step
-            elif rest or follow:
-                links += 1
-                target = os.fsdecode(entry.target)
-                if links > _SYMLINKS or target.startswith("/"):
-                    where = "in a circle" if links > _SYMLINKS else f"out of snapshot {self.name}"
-                    raise NotFoundError(f"{path}: the link {step} -> {target} leads {where}")
-                rest = [*(part for part in target.split("/") if part), *rest]
-        return entry
+        top = self.store.root_entry(self.version)
+        return walk_links(top, os.fsencode(path), self._child, _link_text, last=follow)
+
+    def _child(self, directory: Entry, name: bytes) -> Entry:
+        entries = self.store.directory(directory.child) if directory.type is EntryType.DIRECTORY else {}
+        if name not in entries:
+            raise NotFoundError(f"no {os.fsdecode(name)} in {os.fsdecode(directory.name) or self.name}")
+        return entries[name]
 
     def reader(self, path: str) -> FileReader:
         """Random access to the file at `path`. Raises NotFoundError, UsageError when it is no regular file."""
@@ -239,10 +227,14 @@ class Snapshot:
         return tensor, read_tensor(self.store.open_file(entry), tensor)
 
 
+def _link_text(entry: Entry) -> bytes | None:
+    return entry.target if entry.type is EntryType.SYMLINK else None
+
+
 def read_tensor(reader: FileReader, tensor: Tensor) -> NDArray[Any]:
     """Read one tensor of a file into a new C-contiguous array; see `Snapshot.tensor` for the types."""
     raw = np.empty(tensor.length, np.uint8)
-    reader.read_into(tensor.offset, memoryview(raw))
+    reader.read_into(tensor.offset, raw.data)
     if tensor.dtype not in _NUMPY:
         return raw
     values = raw.view(_NUMPY[tensor.dtype])

@@ -20,8 +20,10 @@ CHUNK_AVERAGE = 256 * KIB
 CHUNK_MAX = 1 * MIB
 
 # Recipes and directories
-LITERAL_BYTES = 4 * KIB
-"""At most this many bytes in a row are kept inside a recipe instead of in an object of their own."""
+LITERAL_BYTES = 512
+"""Pieces of at most this many bytes are kept inside the recipe: an object of their own would take as much beside it."""
+LITERAL_FILE_BYTES = 4 * KIB
+"""A file of at most this many bytes is kept inside its recipe."""
 RECIPE_BYTES = 1 * GIB
 DIRECTORY_BYTES = 1 * GIB
 NAME_BYTES = 255
@@ -64,10 +66,11 @@ GC_WAIT_SECONDS = 2.0
 
 # Parsers
 HEADER_BYTES = 100 * MIB
-TENSORS = 1 << 20
+TENSORS = 1 << 18
+"""Tensors in one file; each takes about 1 KiB of memory to read. The largest models have fewer in all their files."""
 DIMENSIONS = 32
 ZIP_ENTRIES = 1 << 20
-JSON_VALUES = 8 * TENSORS
+JSON_VALUES = 16 * TENSORS
 """Commas, braces and brackets in a JSON header: it bounds the objects that reading it makes."""
 TENSOR_NAME_BYTES = 1 * KIB
 NPY_HEADER_BYTES = 64 * KIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from moonclipfs.cli.output import COMPLETE_VARIABLE, PROGRAM
 from moonclipfs.errors import UsageError
 
 
@@ -23,4 +24,4 @@ def command(shell: str) -> None:
     if kind is None:
         raise UsageError(f"no completion for {shell}")
     root = click.get_current_context().find_root()
-    click.echo(kind(root.command, {}, "moonclipfs", "_MOONCLIPFS_COMPLETE").source())
+    click.echo(kind(root.command, {}, PROGRAM, COMPLETE_VARIABLE).source())

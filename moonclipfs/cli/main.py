@@ -6,22 +6,22 @@ A command module is imported when its command runs, so that `moonclipfs --help` 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 import click
 from click.shell_completion import shell_complete
 
 from moonclipfs import __version__
-from moonclipfs.cli.output import printable
+from moonclipfs.cli.output import COMPLETE_VARIABLE, PROGRAM, printable
 from moonclipfs.errors import MoonclipError
 
-PROGRAM = "moonclipfs"
 TRACEBACK_VARIABLE = "MOONCLIPFS_TRACEBACK"
-COMPLETE_VARIABLE = "_MOONCLIPFS_COMPLETE"
 EXIT_BUG = 70
 EXIT_SIGNAL = 128
 """Plus the number of the signal, as shells report it."""
@@ -112,13 +112,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     if instruction := os.environ.get(COMPLETE_VARIABLE):
         return shell_complete(cli, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
+    logging.lastResort = stderr_log()
     return guarded(lambda: run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
+class LogLine(logging.Formatter):
+    """A line of the log in the form of an error, with no word that could move the cursor."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """`moonclipfs: what the line says`."""
+        return f"{PROGRAM}: {printable(record.getMessage())}"
+
+
+def stderr_log() -> logging.StreamHandler[TextIO]:
+    """Warnings of the rooms below for a person; a mount that logs elsewhere has its own handlers."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(LogLine())
+    return handler
+
+
 def run(arguments: list[str]) -> int:
-    """Parse and run; output is flushed here, so that a closed pipe is noticed where it is handled."""
+    """Parse and run; output is flushed here, so that a closed pipe is noticed where it is handled.
+
+    The arguments are the `obj` of the context, since provenance keeps the command line.
+    """
     try:
-        with cli.make_context(PROGRAM, arguments) as context:
+        with cli.make_context(PROGRAM, list(arguments), obj=arguments) as context:
             code = cli.invoke(context)
     except click.exceptions.Exit as exit_:
         code = exit_.exit_code
@@ -163,11 +183,13 @@ def os_message(error: OSError) -> str:
 
 
 def complain(message: str, code: int) -> int:
-    """Print `message` as one line on stderr (after the traceback when asked for) and return `code`."""
+    """Print `message` as a line on stderr (after the traceback when asked for) and return `code`."""
     try:
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
-        print(f"{PROGRAM}: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+        # Lists inside a message are indented lines; any other line break comes from a name, and is escaped.
+        lines = [printable(line) for line in message.strip().split("\n  ")]
+        print(f"{PROGRAM}: " + "\n  ".join(lines), file=sys.stderr, flush=True)
     except OSError:
         return code  # stderr is closed or full: the exit code still tells
     return code

@@ -11,6 +11,10 @@ import click
 
 from moonclipfs.types import Version
 
+PROGRAM = "moonclipfs"
+COMPLETE_VARIABLE = "_MOONCLIPFS_COMPLETE"
+"""The environment variable through which shells ask for completions."""
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -25,7 +29,7 @@ def human(size: float) -> str:
     return f"{size:.1f} {_UNITS[unit]}"
 
 
-def ratio(raw: int, stored: int) -> str:
+def ratio(raw: float, stored: float) -> str:
     """How many times smaller `stored` is than `raw`: `3.42x`, `-` where nothing is stored."""
     if not stored:
         return "-"

@@ -1,10 +1,10 @@
 """The fsspec file system `moonclip://`: the snapshots of stores, for reading, without a mount.
 
-    moonclip:///data/store/run1/checkpoint-500/model.safetensors       the current version
-    moonclip:///data/store/run1/checkpoint-500@2/model.safetensors     version 2
+    moonclip:///data/store/run1/checkpoint-500/model.safetensors                the current version
+    moonclip:///data/store/@versions/run1/checkpoint-500/2/model.safetensors    version 2
 
-A path is that of the store, followed by a path as a mount of the store would show it. The first directory on the way
-that is a store is the one meant.
+A path is that of the store, followed by a path as a mount of the store shows it, `@versions` and `@latest` included.
+The first directory on the way that is a store is the one meant.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import errno
 import io
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -21,10 +22,14 @@ from typing import Any, NoReturn
 from fsspec.spec import AbstractFileSystem
 
 from moonclipfs import limits
-from moonclipfs.api import RawFile, Snapshot, StoreReader
+from moonclipfs.api import RawFile
 from moonclipfs.errors import MoonclipError, NotFoundError
-from moonclipfs.store.target import is_store, locate
-from moonclipfs.types import Entry, EntryType
+from moonclipfs.layers.links import follow
+from moonclipfs.layers.tree import Node, Tree
+from moonclipfs.store.filereader import FileReader
+from moonclipfs.store.store import Store
+from moonclipfs.store.target import is_store
+from moonclipfs.types import EntryType
 
 _TYPES = {EntryType.FILE: "file", EntryType.DIRECTORY: "directory"}
 
@@ -38,7 +43,7 @@ class MoonclipFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     def __init__(self, *args: object, **storage_options: object) -> None:
         super().__init__(*args, **storage_options)
         self._lock = threading.Lock()
-        self._stores: dict[tuple[int, str], StoreReader] = {}
+        self._stores: dict[tuple[int, str], tuple[Store, Tree]] = {}
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -52,26 +57,26 @@ class MoonclipFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         """The entries of a directory, or the file itself; dicts as of `info`, or names."""
         path = self._strip_protocol(path)
         with _os_errors(path):
-            reader, spec = self._split(path)
-            found = self.info(path)
-            infos = [found] if found["type"] != "directory" else self._listing(reader, path, spec)
+            tree, node = self._find(path)
+            if not node.is_directory:
+                infos = [_described(tree, path, node, node)]
+            else:
+                infos = [self.info(f"{path}/{os.fsdecode(name)}") for name in tree.names_in(node)]
         return infos if detail else [info["name"] for info in infos]
 
     def info(self, path: str, **kwargs: object) -> dict[str, Any]:
-        """`name`, `type`, `size`, and for what lies in a snapshot `mode`, `uid`, `gid`, `mtime`, `snapshot`, `version`.
+        """`name`, `type`, `size`, `mode`, `uid`, `gid`, `mtime` (seconds), `islink`; `snapshot`, `version` inside one.
 
-        A symbolic link has `islink` and `destination`, and the type and size of what it leads to.
+        A symbolic link has a `destination` as well, and the type and size of what it leads to.
         """
         path = self._strip_protocol(path)
         with _os_errors(path):
-            reader, spec = self._split(path)
+            tree, node = self._find(path, last=False)
             try:
-                snapshot, inside = self._place(reader, spec)
-                return self._described(path, snapshot, inside)
+                _, followed = self._find(path)
             except NotFoundError:
-                if _names_below(reader, spec):
-                    return {"name": path, "type": "directory", "size": 0}
-                raise
+                followed = node  # a dangling link is described as itself
+            return _described(tree, path, node, followed)
 
     def _open(
         self, path: str, mode: str = "rb", block_size: int | None = None, autocommit: bool = True,
@@ -80,16 +85,14 @@ class MoonclipFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         if mode != "rb":
             self._refuse(path)
         with _os_errors(path):
-            snapshot, inside = self._file(path)
             buffer = block_size if isinstance(block_size, int) and block_size > 0 else limits.BLOCK_BYTES
-            return io.BufferedReader(RawFile(snapshot.reader(inside)), buffer)
+            return io.BufferedReader(RawFile(self._reader(path)), buffer)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: object) -> bytes:
         """The bytes of a file from `start` to `end`; negative ones count from its end."""
         path = self._strip_protocol(path)
         with _os_errors(path):
-            snapshot, inside = self._file(path)
-            reader = snapshot.reader(inside)
+            reader = self._reader(path)
             first, last, _ = slice(start, end).indices(reader.size)
             return reader.read(first, max(0, last - first))
 
@@ -101,65 +104,40 @@ class MoonclipFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         """The id of the file's recipe in hex: equal for equal bytes, whatever the name and time."""
         path = self._strip_protocol(path)
         with _os_errors(path):
-            snapshot, inside = self._file(path)
-            return snapshot.entry(inside).child.hex()
+            return self._find(path)[1].entry.child.hex()
 
     def modified(self, path: str) -> datetime:
         """The modification time of a file in UTC."""
         return datetime.fromtimestamp(self.info(path)["mtime"], UTC)
 
-    def _split(self, path: str) -> tuple[StoreReader, str]:
-        """The store of an absolute path, and the rest of the path. Raises NotFoundError."""
+    def _tree(self, path: str) -> tuple[Tree, bytes]:
+        """The newest state of the store of an absolute path, and the rest of the path. Raises NotFoundError."""
         parts = path.split("/")
         for count in range(2, len(parts) + 1):
             root = "/".join(parts[:count])
-            # A process that was forked must not use the connections of its parent.
-            key = (os.getpid(), root)
+            key = (os.getpid(), root)  # a process that was forked must not use the connections of its parent
             with self._lock:
                 if key not in self._stores and is_store(root):
-                    self._stores[key] = StoreReader(root)
+                    store = Store.open(root, purpose="fsspec")
+                    self._stores[key] = (store, Tree(store))
                 if key in self._stores:
-                    return self._stores[key], "/".join(parts[count:])
+                    tree = self._stores[key][1]
+                    if view := tree.look(time.time_ns()):
+                        tree.adopt(view)
+                    return tree, os.fsencode("/".join(parts[count:]))
         raise NotFoundError(f"no store on the way to {path}")
 
-    def _place(self, reader: StoreReader, spec: str) -> tuple[Snapshot, str]:
-        place = locate(reader.store.names(), spec)
-        if place.version is None:
-            raise NotFoundError(f"no snapshot {spec}")
-        return Snapshot(reader.store, place.version), os.fsdecode(place.path)
+    def _find(self, path: str, *, last: bool = True) -> tuple[Tree, Node]:
+        tree, rest = self._tree(path)
+        return tree, follow(tree.root, rest, tree.lookup, _link_text, last=last)
 
-    def _file(self, path: str) -> tuple[Snapshot, str]:
-        found = self._place(*self._split(path))
-        if found[0].entry(found[1]).type is EntryType.DIRECTORY:
+    def _reader(self, path: str) -> FileReader:
+        tree, node = self._find(path)
+        if node.is_directory:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        return found
-
-    def _listing(self, reader: StoreReader, path: str, spec: str) -> list[dict[str, Any]]:
-        infos = {}
-        try:
-            snapshot, inside = self._place(reader, spec)
-            directory = snapshot.entry(inside)
-            for name in reader.store.directory(directory.child):
-                text = os.fsdecode(name)
-                infos[text] = self._described(f"{path}/{text}", snapshot, f"{inside}/{text}")
-        except NotFoundError:
-            pass  # a directory that only names of snapshots make
-        for text in _names_below(reader, spec):
-            infos[text] = self.info(f"{path}/{text}")
-        return [infos[text] for text in sorted(infos)]
-
-    def _described(self, path: str, snapshot: Snapshot, inside: str) -> dict[str, Any]:
-        entry = snapshot.entry(inside, follow=False)
-        link: dict[str, Any] = {"islink": False}
-        if entry.type is EntryType.SYMLINK:
-            link = {"islink": True, "destination": os.fsdecode(entry.target)}
-            entry = _followed(snapshot, inside, entry)
-        attributes = entry.attributes
-        return {
-            "name": path, "type": _TYPES.get(entry.type, "other"), "size": entry.size, **link,
-            "mode": entry.type.st_mode | attributes.mode, "uid": attributes.uid, "gid": attributes.gid,
-            "mtime": attributes.mtime_ns / 1e9, "snapshot": snapshot.name, "version": snapshot.version.number,
-        }  # fmt: skip
+        if node.entry.type is not EntryType.FILE:
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return tree.open(node)
 
     def _refuse(self, path: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise OSError(errno.EROFS, "a store is read-only through moonclip://", str(path))
@@ -167,18 +145,21 @@ class MoonclipFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     mkdir = makedirs = rmdir = rm = rm_file = _rm = cp_file = mv = touch = pipe_file = put_file = _refuse
 
 
-def _followed(snapshot: Snapshot, inside: str, link: Entry) -> Entry:
-    try:
-        return snapshot.entry(inside)
-    except NotFoundError:
-        return link  # dangling: described as itself
+def _link_text(node: Node) -> bytes | None:
+    return node.entry.target if node.entry.type is EntryType.SYMLINK else None
 
 
-def _names_below(reader: StoreReader, spec: str) -> set[str]:
-    """The next parts of all bound names below `spec`."""
-    below = spec + "/" if spec else ""
-    names = reader.store.names().bound()
-    return {name[len(below) :].split("/")[0] for name in names if name.startswith(below)}
+def _described(tree: Tree, path: str, node: Node, followed: Node) -> dict[str, Any]:
+    stat, link, version = tree.stat(followed), _link_text(node), followed.version
+    found: dict[str, Any] = {
+        "name": path, "type": _TYPES.get(followed.entry.type, "other"), "size": stat.size, "mode": stat.mode,
+        "uid": stat.uid, "gid": stat.gid, "mtime": stat.mtime_ns / 1e9, "islink": link is not None,
+    }  # fmt: skip
+    if link is not None:
+        found["destination"] = os.fsdecode(link)
+    if version is not None:
+        found |= {"snapshot": version.path, "version": version.number}
+    return found
 
 
 @contextmanager

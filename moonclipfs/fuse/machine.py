@@ -9,38 +9,32 @@ import shutil
 import stat
 from pathlib import Path
 
+from moonclipfs.errors import FuseUnavailableError
+from moonclipfs.fuse import prepare
+from moonclipfs.fuse.control import server_pid
+from moonclipfs.fuse.mounts import Mount, find_mounts
 from moonclipfs.store.health import Finding, State
 
-FUSE_DEVICE = "/dev/fuse"
 FUSE_CONFIG = "/etc/fuse.conf"
 _FEATURES = (((6, 6), "shared mmap of direct handles"), ((6, 9), "passthrough"), ((6, 14), "requests by io_uring"))
 """The first kernel that has each; a mount asks the kernel itself and never relies on the number."""
 
 
 def check_machine() -> list[Finding]:
-    """Look at what a mount needs: device, helper, binding, kernel, read-ahead. Touches no mount."""
+    """Look at what a mount needs, and at the mounts that there are. Touches no mounted file system, which may hang."""
     return [
-        check_device(FUSE_DEVICE), check_helper(), check_binding(), check_allow_other(FUSE_CONFIG),
-        check_kernel(os.uname().release), check_read_ahead(),
+        check_device(), check_helper(), check_binding(), check_allow_other(FUSE_CONFIG),
+        check_kernel(os.uname().release), check_read_ahead(), *map(check_mount, find_mounts()),
     ]  # fmt: skip
 
 
-def check_device(path: str) -> Finding:
+def check_device() -> Finding:
     """Can the FUSE device be opened?"""
-    elsewhere = "or read without a mount: `moonclipfs export`, or `moonclipfs.open` in Python"
     try:
-        if not stat.S_ISCHR(os.stat(path).st_mode):
-            return Finding(
-                "fuse device", State.PROBLEM, f"{path} is no device", f"mount it into the container; {elsewhere}"
-            )
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-    except FileNotFoundError:
-        advice = f"`modprobe fuse`; in a container `--device /dev/fuse --cap-add SYS_ADMIN`; {elsewhere}"
-        return Finding("fuse device", State.PROBLEM, f"{path} does not exist", advice)
-    except OSError as error:
-        advice = f"`chmod 666 {path}` as root; in a container `--device /dev/fuse --cap-add SYS_ADMIN`; {elsewhere}"
-        return Finding("fuse device", State.PROBLEM, f"{path} cannot be opened: {error.strerror}", advice)
-    return Finding("fuse device", State.OK, f"{path} opens")
+        prepare.check_device()
+    except FuseUnavailableError as error:
+        return Finding("fuse device", State.PROBLEM, *str(error).split(": ", 1))
+    return Finding("fuse device", State.OK, "opens")
 
 
 def check_helper() -> Finding:
@@ -93,3 +87,17 @@ def check_read_ahead() -> Finding:
         return Finding("read-ahead", State.OK, "mounts raise it to 1 MiB")
     advice = "as root: `echo 1024 > /sys/class/bdi/$(mountpoint -d DIR)/read_ahead_kb` after each mount"
     return Finding("read-ahead", State.NOTE, "stays at the kernel's 128 KiB for this user's mounts", advice)
+
+
+def check_mount(mount: Mount) -> Finding:
+    """Does the server of a mount answer?"""
+    pid = server_pid(mount.mountpoint)
+    if pid is None:
+        advice = f"if it is yours and hangs: `moonclipfs umount --lazy {mount.mountpoint}`, then mount again"
+        return Finding("mount", State.PROBLEM, f"{mount.mountpoint}: its server does not answer this user", advice)
+    read_ahead = Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb")
+    try:
+        shown = f", read-ahead {read_ahead.read_text().strip()} KiB"
+    except OSError:
+        shown = ""
+    return Finding("mount", State.OK, f"{mount.mountpoint}: {mount.store}, pid {pid}{shown}")

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moonclipfs.errors import FormatVersionError, NotFoundError, UsageError
+from moonclipfs.errors import FormatVersionError, NotFoundError, PermissionDeniedError, UsageError
 from moonclipfs.store.log import Names, parse_spec
 from moonclipfs.types import Version, natural_key
 
@@ -43,8 +43,14 @@ class Place:
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """True when the directory `path` looks like a store, of whatever version."""
-    return os.path.isfile(os.path.join(path, "config.json")) and os.path.isdir(os.path.join(path, "packs"))
+    """True when the directory `path` looks like a store, of whatever version. Raises PermissionDeniedError."""
+    try:
+        os.stat(os.path.join(path, "config.json"))
+    except PermissionError as error:
+        raise PermissionDeniedError(f"cannot look into {os.fspath(path)}: {error.strerror}") from error
+    except OSError:
+        return False
+    return os.path.isdir(os.path.join(path, "packs"))
 
 
 def parse_target(text: str, default: str | os.PathLike[str] | None = None) -> Target:
@@ -59,10 +65,10 @@ def parse_target(text: str, default: str | os.PathLike[str] | None = None) -> Ta
         if default is None:
             raise UsageError(f"{text} names a snapshot of no store: write STORE{text}, or set $MOONCLIPFS_STORE")
         return Target(default_store(default), text[1:].strip("/"))
-    if os.path.lexists(text) and (found := _existing(text)):
+    if os.path.lexists(text) and (found := stored_at(text)):
         return found
     for colon in (number for number, character in enumerate(text) if character == ":"):
-        if os.path.lexists(text[:colon]) and (found := _existing(text[:colon])):
+        if os.path.lexists(text[:colon]) and (found := stored_at(text[:colon])):
             inner = text[colon + 1 :].strip("/")
             return Target(found.store, f"{found.spec}/{inner}".strip("/"))
     if default is not None:
@@ -84,7 +90,8 @@ def default_store(path: str | os.PathLike[str]) -> Path:
     raise NotFoundError(f"no such store: {os.fspath(path)} (from $MOONCLIPFS_STORE)")
 
 
-def _existing(path: str) -> Target | None:
+def stored_at(path: str) -> Target | None:
+    """The store at `path`, or what a mount shows there; None for any other path. Raises PermissionDeniedError."""
     return Target(Path(path)) if is_store(path) else mounted(path)
 
 

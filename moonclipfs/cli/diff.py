@@ -1,0 +1,139 @@
+"""`moonclipfs diff`: compare two snapshots, files or directories, tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from moonclipfs.cli.output import emit_json, printable, table
+from moonclipfs.cli.progress import count_bar
+from moonclipfs.cli.target import complete_target, default_store, opened, same_path
+from moonclipfs.errors import UsageError
+from moonclipfs.store.compare import Change, DiffReport, FileDiff, TensorDiff, TensorPlace, diff
+from moonclipfs.store.sides import Side, path_side, store_side
+from moonclipfs.store.store import Store
+from moonclipfs.store.target import locate, parse_target, stored_at
+
+
+@click.command("diff")
+@click.argument("left", shell_complete=complete_target)
+@click.argument("right", shell_complete=complete_target)
+@click.option("--expect-unchanged", multiple=True, metavar="GLOB", help="Fail only if a tensor of this name differs.")
+@click.option("--all", "show_all", is_flag=True, help="List unchanged tensors and files, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one document; keys below.")
+def command(left: str, right: str, expect_unchanged: tuple[str, ...], show_all: bool, as_json: bool) -> int:
+    """Compare LEFT with RIGHT: snapshots, paths inside them, or plain files and directories, in any formats.
+
+    Tensors are matched by name. Those that both sides keep as the same objects are known to be equal and not read.
+    Exit code 0 when nothing differs, else 1; with --expect-unchanged, 1 only when a tensor that it matches differs.
+
+    \b
+    Examples:
+      moonclipfs diff /data/store:run1/checkpoint-500 /data/store:run1/checkpoint-600
+      moonclipfs diff /data/store:base finetuned.pt --expect-unchanged 'backbone.*'
+      moonclipfs diff model.safetensors model.pt
+
+    \b
+    JSON: different, violations, and
+      tensors: name, change (unchanged changed added removed dtype shape), left, right {path, dtype, shape},
+               values {elements, changed, share, max_abs, mean_abs, norm, not_finite} or null, note
+      files:   path, change; for what is not in tensors
+    """
+    with ExitStack() as stack:
+        stores: list[Store] = []
+        sides = [_side(text, stack, stores) for text in (left, right)]
+        with count_bar("comparing", "tensors") as progress:
+            report = diff(*sides, expect_unchanged=expect_unchanged, progress=progress)
+    if as_json:
+        emit_json(_json(report, show_all))
+    else:
+        _print(report, show_all)
+    return int(bool(report.violations) if expect_unchanged else report.different)
+
+
+def _side(text: str, stack: ExitStack, stores: list[Store]) -> Side:
+    if os.path.lexists(text) and stored_at(text) is None and not text.startswith(":"):
+        return path_side(Path(text))
+    target = parse_target(text, default_store())
+    store = next((store for store in stores if same_path(store.path, target.store)), None)
+    if store is None:
+        store = stack.enter_context(opened(target))
+        stores.append(store)
+    place = locate(store.names(), target.spec)
+    if place.version is None:
+        raise UsageError(f"{text} is no snapshot: name one (`moonclipfs ls` lists them)")
+    return store_side(store, place.version, place.path)
+
+
+def _print(report: DiffReport, show_all: bool) -> None:
+    table(_tensor_row(found) for found in report.tensors if show_all or found.change is not Change.UNCHANGED)
+    for file in report.files:
+        if show_all or _worth_telling(file):
+            click.echo(f"{file.change}  file {printable(file.path)}")
+    counts = Counter(str(found.change) for found in report.tensors)
+    click.echo(f"{len(report.tensors)} tensors: " + (", ".join(f"{n} {what}" for what, n in counts.items()) or "none"))
+    for name in report.violations:
+        click.echo(f"expected unchanged: {printable(name)}")
+
+
+def _worth_telling(file: FileDiff) -> bool:
+    """A file of tensors on one side only is told by its tensors."""
+    return file.change is Change.CHANGED or (file.change is not Change.UNCHANGED and not file.has_tensors)
+
+
+def _tensor_row(found: TensorDiff) -> tuple[str, ...]:
+    sides = [_words(place.tensor.dtype_name or place.tensor.dtype.name, place.tensor.shape) for place in _places(found)]
+    kind = " -> ".join(dict.fromkeys(sides))
+    values = found.values
+    if values is None or not values.changed:
+        return str(found.change), printable(found.name), kind, printable(found.note)
+    text = f"{100 * values.share:.3g}% of elements"
+    if values.max_abs is not None and values.mean_abs is not None and values.norm is not None:
+        text += f", max {values.max_abs:.3g}, mean {values.mean_abs:.3g}, norm {values.norm:.3g}"
+    if values.not_finite:
+        text += f", {values.not_finite} not finite"
+    return str(found.change), printable(found.name), kind, text
+
+
+def _words(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{printable(dtype)} {'x'.join(map(str, shape)) or 'scalar'}"
+
+
+def _places(found: TensorDiff) -> list[TensorPlace]:
+    return [place for place in (found.left, found.right) if place is not None]
+
+
+def _json(report: DiffReport, show_all: bool) -> dict[str, object]:
+    tensors = [found for found in report.tensors if show_all or found.change is not Change.UNCHANGED]
+    files = [file for file in report.files if show_all or _worth_telling(file)]
+    return {
+        "different": report.different,
+        "violations": list(report.violations),
+        "tensors": [_tensor_json(found) for found in tensors],
+        "files": [{"path": os.fsdecode(file.path), "change": str(file.change)} for file in files],
+    }
+
+
+def _tensor_json(found: TensorDiff) -> dict[str, object]:
+    values = found.values
+    return {
+        "name": found.name,
+        "change": str(found.change),
+        "left": _place_json(found.left),
+        "right": _place_json(found.right),
+        "values": None if values is None else {**asdict(values), "share": values.share},
+        "note": found.note,
+    }
+
+
+def _place_json(place: TensorPlace | None) -> dict[str, object] | None:
+    if place is None:
+        return None
+    tensor = place.tensor
+    word = tensor.dtype_name or tensor.dtype.name
+    return {"path": os.fsdecode(place.path), "dtype": word, "shape": list(tensor.shape)}

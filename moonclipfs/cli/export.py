@@ -1,0 +1,78 @@
+"""`moonclipfs export`: write plain files back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from moonclipfs.cli.output import human, printable
+from moonclipfs.cli.progress import file_bar
+from moonclipfs.cli.target import complete_target, many_targets, opened, whole_store
+from moonclipfs.errors import UsageError
+from moonclipfs.store.export import ExportReport, export
+from moonclipfs.store.log import Names
+from moonclipfs.store.target import Target, select
+from moonclipfs.types import Version
+
+
+@click.command("export")
+@click.argument(
+    "targets_and_directory", metavar="TARGET... DIRECTORY", nargs=-1, required=True, shell_complete=complete_target
+)
+@click.option("--all", "everything", is_flag=True, help="Every current snapshot of a store.")
+@click.option("--overwrite", is_flag=True, help="Replace files that are in the way.")
+@click.option("-j", "--jobs", type=click.IntRange(min=1), help="Threads that decode; default: one for each core.")
+def command(targets_and_directory: tuple[str, ...], everything: bool, overwrite: bool, jobs: int | None) -> None:
+    """Write snapshots back as plain files: bytes, holes, modes, times, links and attributes as they were added.
+
+    One snapshot is written into DIRECTORY itself; several, a prefix or a pattern into DIRECTORY/NAME each. Files
+    that are there already with the right length and time are left, so that an interrupted export can be repeated.
+
+    \b
+    Examples:
+      moonclipfs export /data/store:run1/checkpoint-500 ./checkpoint-500
+      moonclipfs export '/data/store:run1/*' ./run1
+      moonclipfs export --all /data/store /backup/plain
+    """
+    *texts, directory = targets_and_directory
+    targets = _targets(texts, everything)
+    with opened(targets[0]) as store:
+        for version, place in plan(store.names(), targets, Path(directory), everything):
+            with file_bar(printable(version.path)) as progress:
+                report = export(store, version, place, progress=progress, overwrite=overwrite, jobs=jobs or 0)
+            _print(version, place, report)
+
+
+def _targets(texts: list[str], everything: bool) -> list[Target]:
+    if everything:
+        if len(texts) > 1:
+            raise UsageError("--all takes one STORE and one DIRECTORY")
+        return [Target(whole_store(texts[0] if texts else None))]
+    if not texts:
+        raise UsageError("name what to export and a directory to write it into")
+    return many_targets(texts)
+
+
+def plan(names: Names, targets: list[Target], directory: Path, everything: bool) -> list[tuple[Version, Path]]:
+    """Which versions go where. Raises NotFoundError, UsageError for a whole store without --all."""
+    found: dict[tuple[str, int], Version] = {}
+    single = len(targets) == 1
+    for target in targets:
+        if not target.spec and not everything:
+            raise UsageError("name a snapshot (STORE:NAME), or use --all for every one")
+        versions = select(names, target.spec)
+        single = single and [version.path for version in versions] == [target.spec.partition("@")[0]]
+        found |= {(version.path, version.number): version for version in versions}
+    if single and not everything:
+        return [(version, directory) for version in found.values()]
+    return [(version, directory / version.path) for version in found.values()]
+
+
+def _print(version: Version, place: Path, report: ExportReport) -> None:
+    for note in report.notes:
+        click.echo(f"note: {printable(note)}", err=True)
+    there = f", {report.skipped} already there" if report.skipped else ""
+    files = f"{report.files} file{'' if report.files == 1 else 's'}"
+    name = f"{printable(version.path)}@{version.number}"
+    click.echo(f"{name}: {files}, {human(report.bytes)}{there}, in {printable(str(place))}")

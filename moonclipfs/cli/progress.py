@@ -1,0 +1,53 @@
+"""Progress bars: on stderr, and only when that is a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+from moonclipfs.cli.output import ratio
+from moonclipfs.store.progress import Progress
+
+_BYTES = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+
+
+@contextmanager
+def _bar(title: str, **options: Any) -> Iterator[tqdm[Any]]:
+    with tqdm(desc=title, disable=None, leave=False, dynamic_ncols=True, **options) as bar:
+        yield bar
+
+
+def _move(bar: tqdm[Any], done: int, total: int) -> None:
+    if not bar.disable:
+        bar.total = total
+        bar.update(done - bar.n)
+
+
+@contextmanager
+def count_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar over things; yields what is to be told (done, total)."""
+    with _bar(title, unit=f" {unit}") as bar:
+        yield lambda done, total: _move(bar, done, total)
+
+
+@contextmanager
+def byte_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar over bytes; yields what is to be told (done, total)."""
+    with _bar(title, **_BYTES) as bar:
+        yield lambda done, total: _move(bar, done, total)
+
+
+@contextmanager
+def file_bar(title: str, *, show_ratio: bool = False) -> Iterator[Callable[[Progress], None]]:
+    """A bar over the bytes of files, with the ratio so far; yields what is to be told each `Progress`."""
+    with _bar(title, **_BYTES) as bar:
+
+        def tell(progress: Progress) -> None:
+            if show_ratio and progress.stored:
+                bar.set_postfix_str(f"ratio {ratio(progress.done, progress.stored)}", refresh=False)
+            _move(bar, progress.done, progress.total)
+
+        yield tell
