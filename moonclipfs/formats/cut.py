@@ -47,8 +47,9 @@ class CutRules:
 class Piece:
     """`length` bytes of the file at `offset` that become one object.
 
-    `index` counts the pieces of one region from 0. `name` is the region's name, empty for bytes that are no tensor.
-    `shape` is in elements of `dtype`: that of the tensor or slice when the piece is a whole one.
+    `index` counts the pieces of one region from 0. `name` is the region's name (the first one's, for several small
+    tensors), empty for bytes that are no tensor. `shape` is in elements of `dtype`: that of the tensor or slice when
+    the piece is a whole one.
     """
 
     offset: int
@@ -78,11 +79,17 @@ def cut(source: Source, layout: Layout, rules: CutRules) -> Iterator[Piece]:
 
 
 def _merge(run: list[Region]) -> Piece:
-    """Return neighbouring small regions as one piece; a tensor that stands alone keeps what is known of it."""
+    """Return neighbouring small regions as one piece.
+
+    A tensor that stands alone keeps what is known of it; tensors of one dtype keep that and the name of the first, so
+    that the biases and norms of a layer are predicted by those of another checkpoint.
+    """
     first, last = run[0], run[-1]
     if len(run) == 1 and first.kind is RegionKind.TENSOR:
         return Piece(first.offset, first.length, first.dtype, first.name, first.shape, 0)
     length = last.end - first.offset
+    if all(region.kind is RegionKind.TENSOR and region.dtype is first.dtype for region in run):
+        return Piece(first.offset, length, first.dtype, first.name, (length * 8 // first.dtype.bits,), 0)
     return Piece(first.offset, length, DType.BYTES, "", (length,), 0)
 
 

@@ -7,7 +7,7 @@ earlier one of less depth: chains stay within `limits.CHAIN_DEPTH`, and most del
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,8 @@ from moonclipfs.types import NO_ID, Buffer, DType, ObjectId
 _DEPTHS = (1, 2, 3, 2, 3, 3)
 """Depth of the 1st, 2nd, ... object after a full one; it begins anew after the last. Cost grows with the logarithm of
 the distance in measured lines, and for lines of 4 to 100 this comes within 2 % of the best tree of three levels."""
+_GENERATIONS = 42 * len(_DEPTHS)
+"""Generations are counted up to this, which a byte holds, and then from 1 again."""
 _MASTER_DEPTH = 2
 """Depth at most of a tensor of which narrower copies are kept: those are one link deeper, and cost almost nothing."""
 _MOST = 3
@@ -97,27 +99,23 @@ class Line:
 
 
 def candidates(known: Known, piece: Piece, sketch: bytes, line: tuple[ObjectId, int] | None) -> list[Candidate]:
-    """Return bases that may serve, the most promising first: from the line, by label, by sketch."""
-    if piece.dtype.width == 0 or sketch == NO_SKETCH:
+    """Return bases that may serve, one for each dtype at most: from the line, by label, by sketch."""
+    if sketch == NO_SKETCH:
         return []
     label = known.by_label(label_of(piece), _SAME_LABEL_LIMIT)
-    depth = _MASTER_DEPTH if any(other.dtype.width < piece.dtype.width for other in label) else limits.CHAIN_DEPTH
-    starts: list[tuple[Location, int]] = []
-    if line is not None and (location := known.find(line[0])) is not None:
-        starts.append((location, line[1]))
-    alike = list(_ranked(label, sketch))
-    if not starts and not alike:
-        same_size = known.by_elements(piece.length // piece.dtype.width, _SAME_SIZE_LIMIT)
-        alike = list(_ranked(same_size, sketch))
-    starts += [(location, 0) for location in alike]
-    found: dict[ObjectId, Candidate] = {}
-    for location, start in starts:
-        candidate = _climb(known, location, start, depth)
+    before = None if line is None else known.find(line[0])
+    found = _most_alike(label, sketch, before)
+    if not found:
+        found = _most_alike(known.by_elements(piece.length // piece.dtype.width, _SAME_SIZE_LIMIT), sketch, None)
+    has_copies = any(other.dtype.width < piece.dtype.width for other in label)
+    options: list[Candidate] = []
+    for location in found[:_MOST]:
+        start = line[1] if line is not None and location is before else 0
+        wider = location.dtype.width > piece.dtype.width
+        candidate = _climb(known, location, start, _depth_after(location, wider=wider, has_copies=has_copies))
         if candidate is not None and can_predict(piece.dtype, candidate.location.dtype):
-            found.setdefault(candidate.location.object_id, candidate)
-        if len(found) == _MOST:
-            break
-    return list(found.values())
+            options.append(candidate)
+    return options
 
 
 def pick(
@@ -142,28 +140,38 @@ def pick(
     return best
 
 
-def _ranked(locations: Iterable[Location], sketch: bytes) -> Iterator[Location]:
-    """Those whose sketch is like `sketch`, the most alike first, then the newest (which come first)."""
-    rows = list(locations)
+def _most_alike(locations: Sequence[Location], sketch: bytes, before: Location | None) -> list[Location]:
+    """For each dtype the one that is most like `sketch`: of equals `before`, else the newest (they come first)."""
+    rows = [*([before] if before is not None else ()), *locations]
     if not rows:
-        return iter(())
+        return []
     sketches = np.frombuffer(b"".join(row.sketch for row in rows), np.uint8).reshape(-1, SKETCH_BYTES)
-    alike = similarity(sketch, sketches)
-    order = np.argsort(-alike, kind="stable")
-    return (rows[at] for at in order.tolist() if alike[at] >= _ALIKE)
+    alike = similarity(sketch, sketches).tolist()
+    best: dict[DType, int] = {}
+    for at, row in enumerate(rows):
+        if (alike[at] >= _ALIKE or row is before) and alike[at] > alike[best.setdefault(row.dtype, at)]:
+            best[row.dtype] = at
+    return [rows[at] for at in best.values()]
+
+
+def _depth_after(newest: Location, *, wider: bool, has_copies: bool) -> int:
+    """The depth that an object gets which comes after `newest` in a line."""
+    if wider:
+        return limits.CHAIN_DEPTH  # a narrower copy: nothing is nearer than its master
+    depth = _DEPTHS[newest.generation % len(_DEPTHS)]
+    return min(depth, _MASTER_DEPTH) if has_copies else depth
 
 
 def _climb(known: Known, newest: Location, start: int, depth: int) -> Candidate | None:
-    """Return the nearest object on a chain, from `newest` on, that the next of its line may be based on.
+    """Return the nearest object on a chain, from `newest` on, that an object of `depth` may be based on.
 
     None when the chain behind it is not whole.
     """
-    generation = newest.generation + 1
-    most = min(depth, _DEPTHS[(generation - 1) % len(_DEPTHS)]) - 1
+    generation = newest.generation % _GENERATIONS + 1
     chosen: Candidate | None = None
     location, seen = newest, {newest.object_id}
     while True:
-        if chosen is None and location.depth <= most:
+        if chosen is None and location.depth < depth:
             chosen = Candidate(location, start, generation)
         if location.base == NO_ID:
             return chosen

@@ -153,7 +153,7 @@ class Intake:
         length = piece.length
         if _is_zero(raw):
             return Extent(length), IngestStats(hole_bytes=length)
-        if length <= limits.LITERAL_BYTES:
+        if length <= limits.LITERAL_BYTES or source.size <= limits.LITERAL_FILE_BYTES:
             return Extent(length, literal=bytes(raw)), IngestStats(literal_bytes=length)
 
         def hints() -> Hints:

@@ -97,6 +97,20 @@ def test_neighbouring_small_regions_become_one_piece() -> None:
     ]
 
 
+def test_small_tensors_of_one_dtype_stay_numbers() -> None:
+    pieces = pieces_of(1200, [tensor(0, 400), tensor(400, 800)])
+    assert [(p.length, p.name, p.dtype, p.shape) for p in pieces] == [(1200, "t0", DType.F32, (300,))]
+    mixed = pieces_of(1200, [tensor(0, 400), Region(400, 800, RegionKind.TENSOR, "x", DType.BF16, (400,))])
+    assert [(p.length, p.name, p.dtype) for p in mixed] == [(1200, "", DType.BYTES)]
+
+
+def test_small_tensors_of_one_dtype_keep_it_and_the_first_name() -> None:
+    pieces = pieces_of(1000, [tensor(0, 400), tensor(400, 600)])
+    assert [(p.length, p.name, p.dtype, p.shape) for p in pieces] == [(1000, "t0", DType.F32, (250,))]
+    mixed = pieces_of(1000, [tensor(0, 400), tensor(400, 600, DType.BF16)])
+    assert [(p.length, p.name, p.dtype) for p in mixed] == [(1000, "", DType.BYTES)]
+
+
 def test_a_small_tensor_that_stands_alone_keeps_its_name() -> None:
     assert [(p.name, p.shape) for p in pieces_of(400, [tensor(0, 400)])] == [("t0", (100,))]
 
@@ -174,10 +188,11 @@ def test_pieces_cover_any_layout(drawn: tuple[bytes, Layout]) -> None:
     pieces = check_pieces(data, layout, SMALL_RULES)
     assert pieces == check_pieces(data, layout, SMALL_RULES)
     for piece in pieces:
-        assert piece.length <= SMALL_RULES.object_bytes
+        inside = [r for r in layout.regions if r.offset < piece.offset + piece.length and piece.offset < r.end]
         if piece.name:
-            region = next(region for region in layout.regions if region.name == piece.name)
-            assert region.offset <= piece.offset and piece.offset + piece.length <= region.end
+            assert piece.name == inside[0].name and {region.dtype for region in inside} == {piece.dtype}
+        if len(inside) > 1:
+            assert max(region.length for region in inside) < SMALL_RULES.small_region_bytes
 
 
 @pytest.mark.parametrize(
