@@ -116,7 +116,7 @@ def _weight_map(source: Source) -> dict[str, str]:
     """Return which shard holds each tensor, by an index's `weight_map`; raises ParseError."""
     if source.size > limits.INDEX_BYTES:
         raise ParseError(f"{source.size} bytes, at most {limits.INDEX_BYTES} are read")
-    index = jsontext.fields(jsontext.load(bytes(source.read(0, source.size))), "the index")
+    index = jsontext.fields(jsontext.load(bytes(source.read(0, source.size))), "index")
     weights = {}
     for name, shard in jsontext.fields(index.get("weight_map"), "weight_map").items():
         if not isinstance(shard, str):

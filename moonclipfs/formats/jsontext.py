@@ -25,13 +25,16 @@ def load(data: bytes) -> object:
 
 
 def fields(value: object, what: str) -> dict[str, object]:
-    """Return the fields of a JSON object that `load` gave; raises ParseError for another value or a key twice."""
+    """Return the fields of a JSON object that `load` gave, which messages call `what`.
+
+    Raises ParseError for another value, or a key twice.
+    """
     if not isinstance(value, tuple):
-        raise ParseError(f"{what} is not a JSON object")
+        raise ParseError(f"{quoted(what)} is not a JSON object")
     result: dict[str, object] = {}
     for key, field in value:
         if key in result:
-            raise ParseError(f"DuplicateKey({quoted(key)}): {what} names it twice")
+            raise ParseError(f"DuplicateKey({quoted(key)}): {quoted(what)} names it twice")
         result[key] = field
     return result
 

@@ -94,17 +94,16 @@ def cover(size: int, regions: Iterable[Region], filler: RegionKind = RegionKind.
     """
     covered: list[Region] = []
     end = 0
-    previous = ""
     for region in sorted((region for region in regions if region.length), key=lambda region: region.offset):
         if region.offset < end:
-            raise ParseError(f"Overlap({quoted(region.name)}): starts at byte {region.offset}, inside {previous}")
+            before = quoted(covered[-1].name) if covered[-1].name else "the header"
+            raise ParseError(f"Overlap({quoted(region.name)}): starts at byte {region.offset}, inside {before}")
         if region.length < 0 or region.end > size:
             raise ParseError(f"{quoted(region.name)} ends at byte {region.end} of a file of {size}")
         if region.offset > end:
             covered.append(Region(end, region.offset - end, filler))
         covered.append(region)
         end = region.end
-        previous = quoted(region.name) if region.name else "the header"
     if end < size:
         covered.append(Region(end, size - end, filler))
     return tuple(covered)

@@ -59,9 +59,12 @@ def parse(source: Source) -> Layout:
         raise ParseError(f"header of {header_end - _LENGTH_BYTES} bytes, at most {limits.HEADER_BYTES} are read")
     if header_end > source.size:
         raise TruncatedError(f"header short by {header_end - source.size} bytes")
-    header = jsontext.fields(jsontext.load(bytes(source.read(_LENGTH_BYTES, header_end - _LENGTH_BYTES))), "the header")
+    header = jsontext.fields(jsontext.load(bytes(source.read(_LENGTH_BYTES, header_end - _LENGTH_BYTES))), "header")
     metadata = _metadata(header.pop(_METADATA, ()))
-    entries = [_entry(name, value) for name, value in header.items()]
+    if len(header) > limits.TENSORS:
+        raise ParseError(f"{len(header)} tensors, at most {limits.TENSORS} are read")
+    # Each value of the header is let go as soon as its smaller entry is made.
+    entries = [_entry(name, header.pop(name)) for name in list(header)]
     whole = [entry for entry in entries if header_end + entry.end <= source.size]
     regions = [Region(0, header_end, RegionKind.HEADER)]
     tensors = []
@@ -88,7 +91,7 @@ def _metadata(value: object) -> Mapping[str, str]:
 def _entry(name: str, value: object) -> _Entry:
     """Check one tensor of the header."""
     checked_name(name)
-    fields = jsontext.fields(value, quoted(name))
+    fields = jsontext.fields(value, name)
     if fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise ParseError(f"{quoted(name)} has the fields {', '.join(map(quoted, sorted(fields)[:9]))}")
     dtype_name = fields["dtype"]

@@ -49,8 +49,9 @@ def _parser(head: bytes) -> tuple[str, Callable[[Source], Layout]] | None:
 
 def _parse_zip(source: Source) -> Layout:
     members = zipdir.read(source)
-    if torchzip.root_of(members) is not None:
-        return torchzip.parse(source, members)
+    root = torchzip.root_of(members)
+    if root is not None:
+        return torchzip.parse(source, members, root)
     if any(member.name.endswith(npz.SUFFIX) for member in members):
         return npz.parse(source, members)
     raise ParseError("neither torch's data.pkl nor NumPy arrays are in the archive")

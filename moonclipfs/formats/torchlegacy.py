@@ -53,7 +53,7 @@ def _spans(
     source: Source, position: int, keys: Value, storages: Mapping[str, StorageUse]
 ) -> tuple[dict[str, Span], int]:
     """Return where the storages are that lie whole in the file, and how many bytes the file is short by."""
-    if not isinstance(keys, list):
+    if not isinstance(keys, list) or isinstance(keys, Pairs):
         raise ParseError("the keys of the storages are not a list")
     spans: dict[str, Span] = {}
     for number, key in enumerate(keys):

@@ -31,14 +31,11 @@ def root_of(members: Sequence[Member]) -> str | None:
     return None
 
 
-def parse(source: Source, members: Sequence[Member]) -> Layout:
-    """Return the layout of a torch archive; raises ParseError.
+def parse(source: Source, members: Sequence[Member], root: str) -> Layout:
+    """Return the layout of a torch archive whose records are in the folder `root`; raises ParseError.
 
     Where the pickle is not understood, the storages are regions all the same, named by their number.
     """
-    root = root_of(members)
-    if root is None:
-        raise ParseError(f"{_PICKLE} is not in the archive")
     by_name = {member.name: member for member in members}
     _check_byte_order(source, by_name.get(root + _BYTE_ORDER))
     regions: dict[int, Region] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.formats.samples import CORPUS, entry, safetensors
 class Tree:
     """A tree in memory: whatever is given as None is a small file of no format."""
 
-    def __init__(self, files: dict[str, bytes | None]) -> None:
+    def __init__(self, files: Mapping[str, bytes | None]) -> None:
         self.files = files
 
     def paths(self) -> Iterable[str]:
@@ -33,7 +33,7 @@ class Tree:
         return BytesSource(b"some text" if data is None else data)
 
 
-def found(files: dict[str, bytes | None], ranks: int | None = None) -> list[str]:
+def found(files: Mapping[str, bytes | None], ranks: int | None = None) -> list[str]:
     return [f"{path}: {message}" for path, message in findings(Tree(files), ranks)]
 
 

@@ -42,7 +42,7 @@ def test_every_plain_dtype(descr: str, dtype: DType) -> None:
     layout = layout_of(data)
     tensor = by_name(layout)["array"]
     assert (tensor.dtype, tensor.shape, tensor.length, layout.reason) == (dtype, (3, 4), array.nbytes, "")
-    assert tensor.dtype_name == np.lib.format.dtype_to_descr(array.dtype)
+    assert tensor.dtype_name == str(np.lib.format.dtype_to_descr(array.dtype))
     check_pieces(data, layout)
 
 
@@ -116,7 +116,7 @@ def test_the_header_of_an_array_is_bounded() -> None:
 
 
 def test_an_archive_of_arrays() -> None:
-    arrays = {"w": np.arange(12, dtype="<f4").reshape(3, 4), "sub/b": np.ones(3, "<i8"), "f": np.eye(3, order="F")}
+    arrays: dict[str, Any] = {"w": np.arange(12, dtype="<f4").reshape(3, 4), "sub/b": np.ones(3, "<i8"), "f": np.eye(3, order="F")}
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
     data = buffer.getvalue()
@@ -140,7 +140,13 @@ def test_compressed_arrays_are_opaque() -> None:
 def test_members_that_are_no_plain_arrays_are_kept_as_bytes() -> None:
     good = npy(np.arange(3))
     data = zip_bytes(
-        {"bad.npy": good[:-1], "o.npy": npy(np.array([None]), allow_pickle=True), "w.npy": good, "x": b"y"}
+        {
+            "bad.npy": good[:-1],
+            "o.npy": npy(np.array([None]), allow_pickle=True),
+            "w.npy": good,
+            "x": b"y",
+            "z.npy": bytes(99),
+        }
     )
     layout = layout_of(data)
-    assert list(by_name(layout)) == ["w"] and "3 of 4 members" in layout.reason and not layout.truncated
+    assert list(by_name(layout)) == ["w"] and "4 of 5 members" in layout.reason and not layout.truncated

@@ -77,6 +77,30 @@ def test_calls_and_objects_are_nodes(protocol: int) -> None:
     assert read(pickle.dumps([{1}, frozenset({2}), bytearray(b"x"), math.inf], protocol))
 
 
+def test_every_opcode_that_checkpoints_may_use() -> None:
+    assert read(b"\x80\x02(K\x01K\x02d.") == Pairs([(1, 2)])
+    assert read(b"\x80\x02NN0.") is None
+    assert read(b"\x80\x02N(N0N1.") is None
+    assert read(b"\x80\x02(K\x01l2\x86.") == ([1], [1])
+    assert read(b"\x80\x02\x8b\x11\0\0\0" + bytes(17) + b".") is UNKNOWN
+    made = read(b"\x80\x02ca\nb\n)}\x92N\x85}X\x01\0\0\0sK\x07s\x86b(K\x01K\x02eK\x03a.")
+    assert isinstance(made, Node) and made.items == [1, 2, 3] and made.function == Global("a", "b")
+
+
+def test_tensors_in_slots_and_in_attributes() -> None:
+    for state in (b"N}X\x01\0\0\0s%ss\x86", b"}X\x01\0\0\0s%ss", b"]%sa"):
+        tensor = Opcodes().tensor("0", 1, (1,), (1,)).data[2:]
+        assert tensors(b"\x80\x02}X\x01\0\0\0oca\nb\n)\x81" + state % tensor + b"bs.") in (["o.s"], ["o.state.0"])
+
+
+def test_the_number_of_tensors_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TENSORS", 10)
+    tensor = Opcodes().op(b"]").tensor("0", 1, (1,), (1,)).op(b"q\x00a(")
+    assert len(tensors(tensor.op(b"h\x00" * 9 + b"e").done())) == 10
+    with pytest.raises(ParseError, match="more than 10 tensors"):
+        tensors(tensor.op(b"(h\x00e").done())
+
+
 class Point:
     def __init__(self, x: int) -> None:
         self.x = x

@@ -172,6 +172,13 @@ def test_a_header_of_more_values_than_the_limit_is_refused_before_it_is_read(mon
     assert "more than 10 values" in layout_of(safetensors(b'{"a":[' + b"[]," * 9 + b"[]]}")).reason
 
 
+def test_the_number_of_tensors_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    header = {str(number): entry("U8", [1], number, number + 1) for number in range(11)}
+    assert not layout_of(safetensors(header, bytes(11))).reason
+    monkeypatch.setattr(limits, "TENSORS", 10)
+    assert "11 tensors, at most 10" in layout_of(safetensors(header, bytes(11))).reason
+
+
 def test_only_the_header_of_a_large_file_is_read() -> None:
     data = safetensors({"w": entry("U8", [1 << 40], 0, 1 << 40)})
     source = counting(data)

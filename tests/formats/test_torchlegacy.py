@@ -49,6 +49,7 @@ def test_R051_a_short_file_keeps_the_storages_that_are_whole() -> None:
         (torch_legacy(PICKLE.done(), ["k0", "x"], [b"01234567", b""], [4, 0]), "storage 1 has no known element type"),
         (torch_legacy(PICKLE.done(), ["k0", "k0"], [b"01234567", b""], [4, 0]), "storage 1 has no known element type"),
         (torch_legacy(PICKLE.done(), ["k0", "k1"], [b"01234567", b"abcdefgh"], [4, 3]), "another length"),
+        (DATA.replace(Opcodes().op(b"](").data, Opcodes().op(b"}(").data), "not a list"),
         (DATA.replace(b"little_endian\x88", b"little_endian\x89"), "little-endian"),
         (DATA.replace(b"M\xe9\x03", b"M\xea\x03"), "protocol version"),
     ],
