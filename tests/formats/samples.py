@@ -15,7 +15,8 @@ from moonclipfs.formats.sniff import parse
 from moonclipfs.types import Buffer, BytesSource, DType
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "formats"
-CORPUS_FILES = sorted(path for path in CORPUS.iterdir() if path.suffix != ".md")
+CORPUS_FILES = sorted(path for path in CORPUS.iterdir() if path.is_file())
+HOSTILE_FILES = sorted((CORPUS / "hostile").iterdir())
 
 SMALL_RULES = CutRules(
     object_bytes=512, object_elements=64, slice_bytes=64, small_region_bytes=32, chunk_min=64, chunk_average=128,

@@ -13,7 +13,7 @@ from moonclipfs.formats.contents import Finding, findings
 from moonclipfs.formats.layout import Layout
 from moonclipfs.formats.sniff import parse
 from moonclipfs.types import BytesSource
-from tests.formats.samples import CORPUS, entry, safetensors
+from tests.formats.samples import CORPUS, CORPUS_FILES, entry, safetensors
 
 
 class Tree:
@@ -51,7 +51,7 @@ def optimizer(ranks: Iterable[int], word: str = "zero_pp_rank") -> dict[str, byt
 
 
 def test_a_whole_tree_has_no_findings() -> None:
-    files: dict[str, bytes | None] = {path.name: path.read_bytes() for path in CORPUS.iterdir()}
+    files: dict[str, bytes | None] = {path.name: path.read_bytes() for path in CORPUS_FILES}
     files |= {"a/model-00001-of-00002.safetensors": shard("x"), "a/model-00002-of-00002.safetensors": shard("y")}
     files["a/model.safetensors.index.json"] = index(
         x="model-00001-of-00002.safetensors", y="model-00002-of-00002.safetensors"
@@ -61,7 +61,7 @@ def test_a_whole_tree_has_no_findings() -> None:
 
 
 def test_R051_truncated_files_are_named_with_what_is_missing() -> None:
-    files: dict[str, bytes | None] = {f"run/{path.name}": path.read_bytes()[:-40] for path in CORPUS.iterdir()}
+    files: dict[str, bytes | None] = {f"run/{path.name}": path.read_bytes()[:-40] for path in CORPUS_FILES}
     assert {finding.path for finding in findings(Tree(files))} == files.keys()
     two = shard("a", "b")[:-1]
     assert findings(Tree({"m.safetensors": two})) == [Finding("m.safetensors", "truncated: data short by 1 byte")]

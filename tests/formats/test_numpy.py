@@ -116,7 +116,11 @@ def test_the_header_of_an_array_is_bounded() -> None:
 
 
 def test_an_archive_of_arrays() -> None:
-    arrays: dict[str, Any] = {"w": np.arange(12, dtype="<f4").reshape(3, 4), "sub/b": np.ones(3, "<i8"), "f": np.eye(3, order="F")}
+    arrays: dict[str, Any] = {
+        "w": np.arange(12, dtype="<f4").reshape(3, 4),
+        "sub/b": np.ones(3, "<i8"),
+        "f": np.eye(3, order="F"),
+    }
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
     data = buffer.getvalue()

@@ -14,6 +14,7 @@ from moonclipfs.formats.layout import RegionKind
 from moonclipfs.formats.sniff import parse
 from tests.formats.samples import (
     CORPUS_FILES,
+    HOSTILE_FILES,
     SMALL_RULES,
     check_layout,
     check_pieces,
@@ -55,6 +56,39 @@ def test_R051_every_prefix_of_a_file_is_covered(path: Path) -> None:
     for length in range(0, len(data), 1 if len(data) < 1000 else 7):
         layout = layout_of(data[:length])
         assert layout.reason or layout.tensors == whole.tensors  # only padding is missing
+
+
+REASONS = {
+    "R051_short_by_one.safetensors": "data short by 1 byte",
+    "R051_short_header.safetensors": "header short by",
+    "R051_no_directory.pt": "central directory is missing",
+    "R053_key_twice.safetensors": 'DuplicateKey("a")',
+    "R055_shape_too_large.safetensors": 'ShapeMismatch("w")',
+    "R055_overlap.safetensors": 'Overlap("b")',
+    "R055_reversed.safetensors": 'ReversedRange("w")',
+    "R055_overflow.safetensors": 'Overflow("w")',
+    "R055_header_length.safetensors": "at most",
+    "R061_descriptors.pt": "",
+    "R061_appended.pt": "",
+    "R061_overlap.pt": "no header of that name",
+    "R063_odd_f4.safetensors": 'MisalignedSize("w")',
+    "R067_runs_code.pt": "",
+    "R067_deep.pt": "",
+    "R067_runs_code.pkl": "no known format",
+    "R069_metadata_number.safetensors": "not a string",
+    "objects.npy": "elements of type |O",
+    "huge_shape.npy": "Overflow",
+    "huge_counts.gguf": "at most",
+    "huge_array.gguf": "short by",
+}
+
+
+@pytest.mark.parametrize("path", HOSTILE_FILES, ids=lambda path: path.name)
+def test_every_hostile_file_is_covered_with_its_reason(path: Path) -> None:
+    reason = layout_of(path.read_bytes()).reason
+    assert REASONS[path.name] in reason and bool(reason) == bool(REASONS[path.name])
+    check_total(path.read_bytes())
+    assert not Path("/tmp/moonclipfs-test-pwned").exists()
 
 
 CHANGES = st.lists(
