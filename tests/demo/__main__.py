@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import moonclipfs as moonclipfs_api
 from tests.bench.common import MIB, print_table, timed
 from tests.demo.gpt import quiet_torch
 from tests.demo.loading import Count, Place, compare, in_directory, in_python, in_snapshots
-from tests.demo.session import is_mounted, moonclipfs, moonclipfs_json, mounted, stop_on_signals
+from tests.demo.session import CommandError, is_mounted, moonclipfs, moonclipfs_json, mounted, stop_on_signals
 from tests.demo.training import FULL, QUICK, Saved, Scale, checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,10 +56,8 @@ def store_all(store: Path, saved: Sequence[Saved]) -> None:
     moonclipfs("init", store)
     rows, total = [], [0.0] * 6
     for checkpoint in saved:
-        report, seconds = timed(lambda at=checkpoint: moonclipfs_json("add", store, at.directory, "--as", at.name))
-        figures = [
-            float(report[key]) / MIB for key in ("bytes", "stored_bytes", "shared_bytes", "delta_bytes", "full_bytes")
-        ]
+        report, seconds = timed(partial(moonclipfs_json, "add", store, checkpoint.directory, "--as", checkpoint.name))
+        figures = [float(report[key]) / MIB for key in ("raw", "stored", "shared", "delta", "full")]
         total = [sum(pair) for pair in zip(total, [*figures, checkpoint.save_seconds], strict=True)]
         rows.append(_row(checkpoint.name, figures, checkpoint.save_seconds, seconds))
     print()
@@ -72,28 +72,48 @@ def _row(name: str, figures: Sequence[float], save_seconds: float, add_seconds: 
     return [name, size, stored, round(figures[0] / figures[1], 2), shared, delta, full, save_seconds, add_seconds]
 
 
+@dataclass(slots=True)
+class Times:
+    """Of one way to load: files loaded in the last pass, and seconds spent in all."""
+
+    files: int = 0
+    plain: float = 0.0
+    first: float = 0.0
+    again: float = 0.0
+
+
+def passes(place: Place) -> Iterator[tuple[str, str, bool]]:
+    """Suffix and name of each way to load, in turn, and whether it is the first to read those files.
+
+    One way for each kind of file comes first; then all of them, when the bytes are at hand.
+    """
+    for suffix, loaders in place.loaders.items():
+        yield suffix, next(iter(loaders)), True
+    for suffix, loaders in place.loaders.items():
+        for name in loaders:
+            yield suffix, name, False
+
+
 def load_all(files: Sequence[str], plain: Place, stored: Place, where: str) -> Count:
     """Load every file in every way from both places, compare, and print the times."""
     count = Count()
-    times: dict[str, list[float]] = {}
-    by_suffix = {suffix: [file for file in files if file.endswith(suffix)] for suffix in plain.loaders}
-    for repeat in (False, True):
-        for suffix, loaders in plain.loaders.items():
-            for position, (name, load) in enumerate(loaders.items()):
-                if position and not repeat:
-                    continue  # the first way reads a file first; the others come when its bytes are at hand
-                for file in by_suffix[suffix]:
-                    expected, plain_seconds = timed(lambda load=load, file=file: load(file))
-                    again = stored.loaders[suffix][name]
-                    got, stored_seconds = timed(lambda again=again, file=file: again(file))
-                    compare(expected, got, file, count)
-                    row = times.setdefault(name, [0, 0.0, 0.0, 0.0])
-                    row[0] += 1 if repeat else 0
-                    row[1] += plain_seconds if repeat else 0.0
-                    row[3 if repeat else 2] += stored_seconds
+    times = {name: Times() for loaders in plain.loaders.values() for name in loaders}
+    for suffix, name, is_first in passes(plain):
+        for file in files:
+            if not file.endswith(suffix):
+                continue
+            expected, plain_seconds = timed(partial(plain.loaders[suffix][name], file))
+            got, stored_seconds = timed(partial(stored.loaders[suffix][name], file))
+            compare(expected, got, file, count)
+            if is_first:
+                times[name].first += stored_seconds
+            else:
+                times[name].files += 1
+                times[name].plain += plain_seconds
+                times[name].again += stored_seconds
     print_table(
         ["loaded with", "files", "plain s", f"first, {where} s", "again s"],
-        [[name, row[0], row[1], row[2] or "-", row[3]] for name, row in times.items()],
+        [[name, row.files, row.plain, row.first or "-", row.again] for name, row in times.items()],
     )
     return count
 
@@ -121,9 +141,9 @@ def read_back(work: Path, store: Path, saved: Sequence[Saved]) -> Count:
         count = load_all(files, plain, stored, where)
         check_hashes(files, plain, stored, count)
     print(
-        f"\n{count.tensors} tensors and {count.values} other values compared bit for bit, {len(files)} files by hash:"
+        f"\nCompared {count.tensors} tensors and {count.values} other values bit for bit, {len(files)} files by hash:"
     )
-    print("all equal" if not count.different else "DIFFERENT: " + ", ".join(count.different[:10]))
+    print("All equal." if not count.different else "DIFFERENT: " + ", ".join(count.different[:10]))
     return count
 
 
@@ -159,6 +179,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; nothing is left mounted")
         return 130
+    except CommandError as error:
+        print(error)
+        return 1
     finally:
         shutil.rmtree(work / "checkpoints", ignore_errors=True)
     return 1 if count.different else 0

@@ -58,7 +58,7 @@ def test_the_demo_loads_everything_and_finds_it_equal(tmp_path: Path) -> None:
     demo = start(tmp_path / "demo")
     output, _ = demo.communicate(timeout=240)
     assert demo.returncode == 0, output
-    assert "all equal." in output
+    assert "All equal." in output
     ways = ["torch.load", "safetensors load_file", "numpy.load"] if CAN_MOUNT else ["torch.load(file)"]
     for way in ways:
         assert way in output
