@@ -6,7 +6,7 @@ a million objects.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +16,8 @@ from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store.backend import Backend
 from moonclipfs.store.packfile import ENTRY, RECORD_BYTES
 from moonclipfs.store.packs import Location, PackReader, pack_of_key
-from moonclipfs.store.recipes import decode_recipe
 from moonclipfs.store.store import Store
-from moonclipfs.types import ID_BYTES, NO_ID, EntryType, Kind, ObjectId, Version
+from moonclipfs.types import ID_BYTES, NO_ID, EntryType, ObjectId, Version
 
 _ID = f"S{ID_BYTES}"
 _NO_ROWS = np.zeros(0, np.int64)
@@ -63,9 +62,8 @@ class Needed:
                 for entry in store.directory(directory).values():
                     if entry.type is EntryType.DIRECTORY:
                         todo.append((entry.child, False))
-                    elif entry.child != NO_ID and entry.child not in self.recipes:
-                        recipe = decode_recipe(store.objects.load(entry.child, Kind.RECIPE))
-                        self.data.update(recipe.object_ids())
+                    elif entry.type is EntryType.FILE and entry.child != NO_ID and entry.child not in self.recipes:
+                        self.data.update(store.recipe(entry).object_ids())
                         self.recipes.add(entry.child)
 
 
@@ -94,6 +92,14 @@ class Footers:
                 tables.append(entries)
         self._known = dict(zip(names, tables, strict=True))
         return PackTable(names, sizes, modified, tables)
+
+    def packs(self) -> list[str]:
+        """The packs of the last table."""
+        return list(self._known)
+
+    def entries(self, pack: str) -> NDArray[np.void]:
+        """The entries of a pack of the last table."""
+        return self._known[pack]
 
     def _entries(self, pack: str) -> NDArray[np.void] | None:
         if pack in self._known:
@@ -149,6 +155,25 @@ class PackTable:
         first = np.ones(len(self.ids), np.bool_)
         first[1:] = self.ids[1:] != self.ids[:-1]
         return first
+
+    def raw_lengths(self, ids: Sequence[ObjectId]) -> list[int | None]:
+        """The decoded length of each of `ids`; None for one that no pack holds."""
+        wanted = np.frombuffer(b"".join(ids), _ID)
+        low = np.searchsorted(self.ids, wanted, "left")
+        found = low < np.searchsorted(self.ids, wanted, "right")
+        return [
+            int(self.entries["raw_length"][row]) if there else None
+            for row, there in zip(low.tolist(), found.tolist(), strict=True)
+        ]
+
+    def bases(self, rows: NDArray[np.int64]) -> dict[ObjectId, ObjectId]:
+        """The base of each object of `rows` that has one, by the copy that readers take: the one of least depth."""
+        rows = rows[np.lexsort((self.entries["depth"][rows], self.ids[rows]))]
+        first = np.ones(len(rows), np.bool_)
+        first[1:] = self.ids[rows][1:] != self.ids[rows][:-1]
+        rows = rows[first]
+        rows = rows[self._bases[rows] != b""]
+        return dict(zip(_to_ids(self.ids[rows]), _to_ids(self._bases[rows]), strict=True))
 
     def closure(self, ids: Iterable[ObjectId], usable: NDArray[np.bool_]) -> Closure:
         """The copies of `ids`, and of all bases behind these copies.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from moonclipfs.errors import CorruptError
 from moonclipfs.store.audit import audit_all
 from moonclipfs.store.packs import Location, PackWriter
 from moonclipfs.store.store import Store
@@ -32,13 +31,13 @@ def copy_objects(
     copies: list[Location] = []
     writer = PackWriter(store.backend, store.index.add_pack)
     try:
-        for location, found in audit_all(locations, store.packs, store.objects):
-            if isinstance(found, CorruptError):
-                copied.broken.setdefault(location.pack, str(found))
+        for found in audit_all(locations, store.packs, store.objects):
+            if found.error is not None:
+                copied.broken.setdefault(found.location.pack, str(found.error))
             else:
-                copies.append(_add_copy(writer, location, found))
-                copied.bytes += location.encoded_length
-            progress(location.encoded_length)
+                copies.append(_add_copy(writer, found.location, found.encoded))
+                copied.bytes += found.location.encoded_length
+            progress(found.location.encoded_length)
         copied.packs = writer.flush()
     finally:
         writer.abort()

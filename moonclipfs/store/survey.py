@@ -32,8 +32,9 @@ class Survey:
         if names.damaged:
             raise CorruptError(f"{names.damaged[0]}: what snapshots need is not known, so nothing is deleted")
         self.condemned |= names.condemned()
+        skipped = frozenset(without)
         for version in names.all_versions():
-            if (version.path, version.number) not in without:
+            if (version.path, version.number) not in skipped:
                 try:
                     self.needed.add_version(self._store, version)
                 except CorruptError as error:

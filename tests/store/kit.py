@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from moonclipfs.store.store import Store
 from moonclipfs.types import Attributes, BytesSource, Entry, EntryType, Version
@@ -40,3 +43,15 @@ def contents(store: Store, spec: str) -> dict[str, bytes]:
 def packs(store: Store) -> set[str]:
     """Names of the pack files that there are."""
     return {path.stem for path in (Path(store.path) / "packs").iterdir()}
+
+
+def series(count: int, elements: int = 20_000, *, seed: int = 0) -> list[bytes]:
+    """Safetensors files of one fp32 tensor, each a small step after the one before: deltas pay."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(elements).astype(np.float32)
+    files = []
+    for _ in range(count):
+        header = json.dumps({"w": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}}).encode()
+        files.append(len(header).to_bytes(8, "little") + header + values.tobytes())
+        values = values * (1 + rng.standard_normal(elements).astype(np.float32) * np.float32(1e-5))
+    return files

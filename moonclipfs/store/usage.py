@@ -1,0 +1,185 @@
+"""What snapshots cost, alone and together, and what was saved by which means.
+
+Stored bytes are what objects take in packs, record header and footer row included; of an object that several packs
+hold, one copy counts and the others are dead. A version is charged with the directories, recipes and data that it
+leads to, and with the bases behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moonclipfs.errors import CorruptError
+from moonclipfs.store.reachable import Needed, PackTable
+from moonclipfs.store.store import Store
+from moonclipfs.store.survey import Survey
+from moonclipfs.types import NO_ID, Entry, EntryType, Kind, ObjectId, Version
+
+
+@dataclass(frozen=True, slots=True)
+class VersionUsage:
+    """Bytes of one version: `logical` as plain files (each hard link group once), `stored` in packs, of which
+    `exclusive` are freed if this version alone goes, and `shared` serve other kept versions too."""
+
+    version: Version
+    logical: int
+    stored: int
+    exclusive: int
+
+    @property
+    def shared(self) -> int:
+        """Stored bytes that other kept versions need too."""
+        return self.stored - self.exclusive
+
+
+def du(store: Store, versions: Collection[Version]) -> list[VersionUsage]:
+    """Tell what each of `versions` costs beside all that are kept. Raises CorruptError when one cannot be read."""
+    survey = Survey(store)
+    names = survey.mark()
+    table = survey.footers.table()
+    usable = ~table.mask(survey.condemned)
+    primary = survey.measure(table).primary
+    kept = list(names.all_versions())
+    users = np.zeros(len(table.ids), np.int32)
+    user = np.zeros(len(table.ids), np.int32)
+    stored = {}
+    for number, version in enumerate(kept):
+        needed = Needed()
+        needed.add_version(store, version)
+        rows = np.flatnonzero(table.closure(needed.ids(), usable).live & primary)
+        users[rows] += 1
+        user[rows] = number
+        stored[version.path, version.number] = int(table.stored[rows].sum())
+    alone = users == 1
+    exclusive = np.bincount(user[alone], table.stored[alone], len(kept)).astype(np.int64)
+    numbers = {(version.path, version.number): number for number, version in enumerate(kept)}
+    return [
+        VersionUsage(
+            version,
+            sum(entry.size for entry in _files(store, version)),
+            stored[version.path, version.number],
+            int(exclusive[numbers[version.path, version.number]]),
+        )
+        for version in versions
+    ]
+
+
+def _files(store: Store, version: Version) -> Sequence[Entry]:
+    """The file entries of a version, of hard links the first alone."""
+    groups: set[int] = set()
+    found = []
+    for _, entry in store.walk(version):
+        if entry.type is EntryType.FILE and (entry.link_group == 0 or entry.link_group not in groups):
+            groups.add(entry.link_group)
+            found.append(entry)
+    return found
+
+
+@dataclass(slots=True)
+class Part:
+    """Some objects: how many, their raw bytes, and what they take in packs."""
+
+    objects: int = 0
+    raw: int = 0
+    stored: int = 0
+
+    def add(self, raw: int, stored: int) -> None:
+        """Count one object in."""
+        self.objects += 1
+        self.raw += raw
+        self.stored += stored
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """What is in a store and what was saved, in bytes.
+
+    `logical` is all files of all kept versions as plain files. It is the sum of: `shared`, referred to again after
+    the first time; `holes` and `literals` (kept in recipes); and the raw bytes of `full` and `delta` objects. Packs
+    are the sum of: what `full`, `delta`, `trees` (directories and recipes) and `only_bases` (needed for deltas alone)
+    take; `dead`, which gc frees in time, condemned packs included; and `overhead`, headers and trailers.
+    """
+
+    versions: int = 0
+    files: int = 0
+    logical: int = 0
+    shared: int = 0
+    holes: int = 0
+    literals: int = 0
+    full: Part = field(default_factory=Part)
+    delta: Part = field(default_factory=Part)
+    trees: Part = field(default_factory=Part)
+    only_bases: Part = field(default_factory=Part)
+    dtypes: dict[str, Part] = field(default_factory=dict)
+    dead: int = 0
+    overhead: int = 0
+    packs: int = 0
+    pack_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Logical bytes for each byte of packs; 0 for an empty store."""
+        return self.logical / self.pack_bytes if self.pack_bytes else 0.0
+
+
+def stats(store: Store) -> StoreStats:
+    """Count a whole store. Reads the directories and recipes of all kept versions, and the footers of packs.
+
+    Raises CorruptError when these cannot be read, or an object is missing.
+    """
+    survey = Survey(store)
+    names = survey.mark()
+    table = survey.footers.table()
+    waste = survey.measure(table)
+    found = StoreStats(packs=len(table.names), pack_bytes=int(table.sizes.sum()))
+    found.dead = int(waste.dead.sum())
+    found.overhead = found.pack_bytes - int(table.stored.sum())
+    used = _count_files(store, list(names.all_versions()), found)
+    _count_objects(table, waste.primary.nonzero()[0].tolist(), used, found)
+    return found
+
+
+def _count_files(store: Store, versions: Sequence[Version], found: StoreStats) -> dict[ObjectId, int]:
+    """Count logical bytes; returns for each data object the bytes of its first reference."""
+    recipes: set[ObjectId] = set()
+    used: dict[ObjectId, int] = {}
+    for version in versions:
+        found.versions += 1
+        for entry in _files(store, version):
+            found.files += 1
+            found.logical += entry.size
+            if entry.child in recipes:
+                found.shared += entry.size
+                continue
+            if entry.child != NO_ID:
+                recipes.add(entry.child)
+            for extent in store.recipe(entry).extents:
+                if extent.literal is not None:
+                    found.literals += extent.length
+                elif extent.object_id is None:
+                    found.holes += extent.length
+                elif extent.object_id in used:
+                    found.shared += extent.length
+                else:
+                    used[extent.object_id] = extent.length
+    return used
+
+
+def _count_objects(table: PackTable, rows: Sequence[int], used: dict[ObjectId, int], found: StoreStats) -> None:
+    missing = used.keys() - {table.entries["id"][row].tobytes() for row in rows}
+    if missing:
+        raise CorruptError(f"object {min(missing).hex()} is in no pack: run `moonclipfs verify`")
+    for row in rows:
+        location, stored = table.location(row), int(table.stored[row])
+        if location.kind is not Kind.DATA:
+            found.trees.add(location.raw_length, stored)
+        elif location.object_id not in used:
+            found.only_bases.add(location.raw_length, stored)
+        else:
+            raw = used[location.object_id]
+            part = found.full if location.base == NO_ID else found.delta
+            part.add(raw, stored)
+            found.dtypes.setdefault(location.dtype.name, Part()).add(raw, stored)
