@@ -5,6 +5,7 @@ Everything here may be used from several threads. Errors are those of `moonclipf
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import threading
@@ -271,10 +272,10 @@ class RawFile(io.RawIOBase):
         return count
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position; past the end is allowed, and reads nothing."""
+        """Set the position; past the end is allowed, and reads nothing. Raises OSError before the beginning."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._reader.size}.get(whence)
         if start is None or start + offset < 0:
-            raise ValueError(f"cannot seek to {offset} from {whence}")
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._position = start + offset
         return self._position
 

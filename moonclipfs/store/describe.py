@@ -165,7 +165,7 @@ class _Describer:
             found.add(How.DELTA if location.depth else How.FULL, count)
             if location.base != NO_ID:
                 base = self._origins.get(location.base)
-                _note(found.bases, self._name(base, inside, path, tensor) if base else "what only deltas use")
+                _note(found.bases, self._name(base, inside, path, tensor) if base else "a base kept only for deltas")
         return found
 
     def _name(self, origin: Origin, inside: int, path: bytes, tensor: str) -> str:

@@ -1,0 +1,187 @@
+"""du, stats, forget, verify, doctor: what it costs, what goes, and whether all is well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+
+def test_du_tells_what_snapshots_cost(run: Run, filled: Path) -> None:
+    done = run("du", filled)
+    assert done.code == 0
+    assert done.out.splitlines()[0].split() == ["SNAPSHOT", "SIZE", "STORED", "RATIO", "EXCLUSIVE", "SHARED"]
+    told = {one["name"]: one for one in run("du", "--json", filled).json}
+    assert set(told["other"]) == {"name", "version", "logical", "stored", "exclusive", "shared"}
+    assert told["other"]["logical"] == 10240
+    assert told["other"]["shared"] == 0
+    assert told["run1/step-2"]["exclusive"] < told["run1/step-2"]["shared"]
+
+
+def test_du_of_some(run: Run, filled: Path) -> None:
+    assert [one["name"] for one in run("du", "--json", f"{filled}:run1/step-1*").json] == [
+        "run1/step-1",
+        "run1/step-10",
+    ]
+    assert [one["name"] for one in run("du", "--json", f"{filled}:other", "run1/step-2").json] == [
+        "other",
+        "run1/step-2",
+    ]
+
+
+def test_stats_tells_what_was_saved(run: Run, filled: Path) -> None:
+    told = run("stats", "--json", filled).json
+    assert set(told) == {
+        *("versions", "files", "logical", "shared", "holes", "literals", "ratio", "full", "delta", "trees"),
+        *("only_bases", "dtypes", "dead", "overhead", "packs", "pack_bytes"),
+    }
+    assert told["versions"] == 4
+    assert told["delta"]["raw"] == 2 * 131072
+    assert told["shared"] >= 2 * (65536 + 8192)
+    assert set(told["dtypes"]) >= {"F32", "BF16"}
+    done = run("stats", filled)
+    assert done.code == 0
+    assert done.out.startswith("10 files of 4 versions: ")
+
+
+def test_forget_says_what_it_would_free_and_then_frees_it(run: Run, filled: Path) -> None:
+    before = run("stats", "--json", filled).json["pack_bytes"]
+    predicted = run("forget", "--dry-run", "--json", f"{filled}:other").json
+    assert set(predicted) == {"dry_run", "exclusive", "keep", "drop", "gc"}
+    assert predicted["drop"] == [{"name": "other", "version": 1, "reasons": ["named"]}]
+    assert run("stats", "--json", filled).json["pack_bytes"] == before
+    done = run("forget", "--json", f"{filled}:other").json
+    assert done["exclusive"] == predicted["exclusive"] > 0
+    assert done["gc"]["freed_bytes"] == predicted["gc"]["freed_bytes"] > 0
+    assert run("stats", "--json", filled).json["pack_bytes"] == before - done["gc"]["freed_bytes"]
+    assert run("ls", f"{filled}:other").code == 3
+
+
+def test_forget_by_rules_explains_itself(run: Run, filled: Path) -> None:
+    done = run("forget", "--dry-run", "--keep-last", "1", "--keep-every", "2", f"{filled}:run1")
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert lines[0].split() == ["would", "forget", "run1/step-1@1", "no", "rule", "keeps", "it"]
+    assert lines[1].startswith("keep          run1/step-2@1   step 2 is a multiple of 2")
+    assert "newest of its line" in lines[2]
+    assert lines[3].startswith("would forget 1 version; only they need: ")
+    assert run("forget", "--keep-last", "1", f"{filled}:run1").code == 0
+    assert [one["name"] for one in run("ls", "--json", filled).json] == ["other", "run1/step-10"]
+
+
+def test_forget_of_several_and_of_patterns(run: Run, filled: Path) -> None:
+    told = run("forget", "--json", filled, "other", "run1/step-1*", "--pin", "run1/step-2").json
+    assert [one["name"] for one in told["drop"]] == ["other", "run1/step-1", "run1/step-10"]
+    assert [one["name"] for one in run("ls", "--json", filled).json] == ["run1/step-2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["forget", "store"], 2, "name what to forget"),
+        (["forget", "store", "--keep-last", "0"], 2, "--keep-last 0"),
+        (["forget", "store:nothing"], 3, "nothing"),
+        (["forget", "store:other", "--pin", "other"], 2, "pinned"),
+        (["forget", "store:other@1", "--keep-last", "1"], 2, "one version"),
+        (["forget"], 2, "no store given"),
+        (["stats", "store:other"], 2, "whole store"),
+        (["verify", "store:other"], 2, "whole store"),
+        (["du", "store:zzz"], 3, "no snapshot zzz"),
+        (["log", "store:zzz"], 3, "no kept version of zzz"),
+    ],
+)
+def test_mistakes(
+    run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    monkeypatch.chdir(filled.parent)
+    done = run(*arguments)
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err
+    assert done.err.count("\n") == 1
+    assert len(run("ls", "--json", "store").json) == 4
+
+
+@pytest.mark.parametrize("name", ["verify", "check"])
+def test_verify_of_a_whole_store(run: Run, filled: Path, name: str) -> None:
+    done = run(name, filled)
+    assert done.code == 0, done.out
+    assert done.out.endswith("decoded and hashed: no problem\n")
+    told = run(name, "--quick", "--json", filled).json
+    assert set(told) == {"ok", "quick", "versions", "packs", "objects", "object_bytes", "problems"}
+    assert (told["ok"], told["quick"], told["versions"]) == (True, True, 4)
+
+
+def test_verify_names_what_a_flipped_bit_affects(run: Run, filled: Path) -> None:
+    pack = max((filled / "packs").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.chmod(0o600)
+    pack.write_bytes(data)
+    done = run("verify", filled)
+    assert done.code == 5
+    assert "run1/step-1@1/model.safetensors" in done.out
+    told = run("verify", "--json", filled).json
+    assert told["ok"] is False
+    problem = told["problems"][0]
+    assert set(problem) == {"kind", "where", "message", "affected", "repaired"}
+    shown = run("export", f"{filled}:run1/step-1", filled.parent / "out")
+    assert shown.code == 5
+    assert not (filled.parent / "out" / "model.safetensors").exists()
+
+
+def test_verify_contents_finds_a_truncated_file(run: Run, filled: Path, tmp_path: Path) -> None:
+    whole = (tmp_path / "src" / "step-1" / "model.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[:-50])
+    assert run("add", filled, tmp_path / "cut.safetensors", "--as", "cut").code == 0
+    assert run("verify", filled).code == 0
+    done = run("verify", "--contents", filled)
+    assert done.code == 1
+    assert "cut@1/cut.safetensors" in done.out
+
+
+def test_doctor_of_a_healthy_store(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = run("doctor", "--json", filled).json
+    assert all(set(one) == {"where", "what", "state", "text", "advice"} for one in told)
+    store = {one["what"]: one for one in told if one["where"] == "store"}
+    assert [one["state"] for what, one in store.items() if what != "space"] == ["ok"] * 5
+    assert "4 snapshots" in store["log"]["text"]
+    machine = {one["what"] for one in told if one["where"] == "machine"}
+    assert machine >= {"moonclipfs", "fuse device", "fusermount3", "pyfuse3", "kernel", "read-ahead", "allow-other"}
+    assert not [one for one in run("doctor", "--json").json if one["where"] == "store"]
+    monkeypatch.setenv("MOONCLIPFS_STORE", str(filled))
+    assert [one for one in run("doctor", "--json").json if one["where"] == "store"]
+
+
+def test_doctor_names_what_is_wrong_and_what_to_do(run: Run, filled: Path) -> None:
+    filled.chmod(0o755)
+    done = run("doctor", filled)
+    assert done.code == 1
+    assert "PROBLEM  access: everybody can read it all" in done.out
+    assert f"         -> `chmod 700 {filled}`" in done.out
+    filled.chmod(0o700)
+    (filled / "config.json").write_text("{}")
+    done = run("doctor", filled)
+    assert done.code == 1
+    assert "PROBLEM  store: " in done.out
+
+
+def test_doctor_of_a_store_without_leases_directory(run: Run, filled: Path) -> None:
+    shutil.rmtree(filled / "leases")
+    done = run("doctor", filled)
+    assert done.code == 1
+    assert "PROBLEM  " in done.out
+
+
+def test_warnings_of_the_rooms_below_are_lines_on_stderr(run: Run, filled: Path, expect_log) -> None:  # type: ignore[no-untyped-def]
+    record = sorted((filled / "log").iterdir())[-1]
+    record.chmod(0o600)
+    record.write_bytes(record.read_bytes()[:-10])
+    expect_log(r"ERROR moonclipfs.store.log: .*damaged|left out")
+    done = run("ls", filled)
+    assert done.code == 0
+    assert "run1/step-10" not in done.out
+    assert os.path.basename(record)[:16] in run("doctor", filled).out

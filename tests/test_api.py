@@ -1,0 +1,262 @@
+"""The Python reader: files and tensors of snapshots without a mount."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import moonclipfs
+from moonclipfs import errors
+from moonclipfs.api import RawFile
+from moonclipfs.store.add import add
+from moonclipfs.store.store import Store
+from tests.cli.conftest import checkpoint, safetensors, weights
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Path:
+    """A store with run1/step-2 (two versions) and run1/step-10."""
+    with Store.create(tmp_path / "store") as store:
+        for number, (name, step) in enumerate([("step-2", 1), ("step-2", 2), ("step-10", 10)]):
+            add(store, [checkpoint(tmp_path / str(number), step)], name=f"run1/{name}")
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def snapshot(where: Path) -> Iterator[moonclipfs.Snapshot]:
+    with moonclipfs.open(where, "run1/step-2") as opened:
+        yield opened
+
+
+def put(where: Path, name: str, files: dict[str, bytes]) -> None:
+    source = where.parent / f"put-{name}"
+    source.mkdir()
+    for path, data in files.items():
+        (source / path).write_bytes(data)
+    with Store.open(where, write=True) as store:
+        add(store, [source], name=name)
+
+
+def test_snapshots_and_versions(where: Path) -> None:
+    with moonclipfs.open(where) as reader:
+        assert reader.snapshots() == ["run1/step-2", "run1/step-10"]
+        assert reader.snapshots("run1/step-1") == ["run1/step-10"]
+        assert reader.versions("run1/step-2") == [1, 2]
+        assert reader.versions("absent") == []
+        assert reader.snapshot("run1/step-2@1").version.number == 1
+        with pytest.raises(errors.NotFoundError, match="did you mean"):
+            reader.snapshot("run1/step-3")
+        for name in ("run1", "run1/step-2/notes"):
+            with pytest.raises(errors.NotFoundError, match="no snapshot"):
+                reader.snapshot(name)
+
+
+def test_what_is_opened_is_closed_and_what_is_given_is_not(where: Path) -> None:
+    with Store.open(where) as store:
+        with moonclipfs.open(store) as reader, moonclipfs.open(store, "run1/step-2") as snapshot:
+            assert reader.snapshots()
+            assert snapshot.files()
+        assert store.names().bound()
+    with pytest.raises(errors.NotFoundError):
+        moonclipfs.open(where, "absent")
+    assert not list((where / "leases").iterdir())
+
+
+def test_files(snapshot: moonclipfs.Snapshot, where: Path) -> None:
+    assert snapshot.files() == ["config.json", "model.safetensors", "notes/a b.txt"]
+    source = where.parent / "1"
+    for path in snapshot.files():
+        assert snapshot.read(path) == (source / path).read_bytes()
+    assert snapshot.name == "run1/step-2"
+    assert snapshot.metadata["files"] == 3
+
+
+def test_a_file_object_behaves_as_one_of_the_disk(snapshot: moonclipfs.Snapshot, where: Path) -> None:
+    with snapshot.open("model.safetensors") as stored, open(where.parent / "1" / "model.safetensors", "rb") as plain:
+        assert stored.readable()
+        assert stored.seekable()
+        assert not stored.writable()
+        for offset, whence, size in [
+            (0, 0, 8),
+            (100, 1, 50),
+            (-10, 2, 100),
+            (1 << 40, 0, 5),
+            (5, 0, -1),
+            (70000, 0, 1),
+        ]:
+            assert stored.seek(offset, whence) == plain.seek(offset, whence)
+            assert stored.read(size) == plain.read(size)
+            assert stored.tell() == plain.tell()
+        for file in (plain, stored):
+            with pytest.raises(OSError, match="Invalid argument"):
+                file.seek(-1)
+        with pytest.raises(io.UnsupportedOperation):
+            stored.write(b"x")
+    with pytest.raises(ValueError, match="closed"):
+        stored.read()
+
+
+def test_links_are_followed_inside_the_snapshot_only(where: Path) -> None:
+    source = where.parent / "links"
+    (source / "blobs").mkdir(parents=True)
+    (source / "deep" / "er").mkdir(parents=True)
+    (source / "blobs" / "b").write_bytes(b"blob")
+    for name, target in [
+        ("deep/er/up", "../../blobs/b"),
+        ("dir", "deep/er"),
+        ("out", "../store/config.json"),
+        ("absolute", "/etc/passwd"),
+        ("circle", "circle"),
+        ("dangling", "nothing"),
+    ]:
+        (source / name).symlink_to(target)
+    with Store.open(where, write=True) as store:
+        add(store, [source], name="links")
+    with moonclipfs.open(where, "links") as snapshot:
+        assert snapshot.read("deep/er/up") == b"blob"
+        assert snapshot.read("dir/up") == b"blob"
+        assert snapshot.read("./deep/../blobs//b") == b"blob"
+        refused = {
+            "out": "leads out of",
+            "absolute": "leads out of",
+            "../x": "leads out of",
+            "circle": "in a circle",
+            "dangling": "no nothing",
+            "blobs/b/c": "no c in b",
+        }
+        for name, words in refused.items():
+            with pytest.raises(errors.NotFoundError, match=words):
+                snapshot.read(name)
+        assert snapshot.entry("circle", follow=False).target == b"circle"
+        with pytest.raises(errors.UsageError, match="a directory, not a file"):
+            snapshot.open("blobs")
+
+
+def test_tensors(snapshot: moonclipfs.Snapshot) -> None:
+    infos = {info.name: info for info in snapshot.tensors()}
+    assert infos["scale"] == moonclipfs.TensorInfo("scale", "model.safetensors", "BF16", (4096,), 8192)
+    assert snapshot.tensors("config.json") == []
+    for name, values in weights(2).items():
+        found = snapshot.tensor(name)
+        assert found.dtype == values.dtype
+        assert np.array_equal(found, values)
+        assert found.flags.writeable
+    with pytest.raises(errors.NotFoundError, match=r"no tensor heads in run1/step-2; did you mean head\?"):
+        snapshot.tensor("heads")
+    with pytest.raises(errors.NotFoundError, match=r"in config\.json"):
+        snapshot.tensor("head", "config.json")
+
+
+def test_a_name_in_several_files_needs_the_file(where: Path) -> None:
+    one, two = np.zeros((2, 3), "f4"), np.ones((2, 3), "f4")
+    put(where, "twice", {"a.safetensors": safetensors({"w": one}), "b.safetensors": safetensors({"w": two})})
+    with moonclipfs.open(where, "twice") as snapshot:
+        with pytest.raises(errors.UsageError, match=r"in a\.safetensors and b\.safetensors"):
+            snapshot.tensor("w")
+        assert np.array_equal(snapshot.tensor("w", "b.safetensors"), two)
+
+
+def test_scalars_and_empty_tensors(where: Path) -> None:
+    arrays: dict[str, NDArray[Any]] = {"scalar": np.array(7, "i8"), "none": np.empty((0, 5), "f4")}
+    put(where, "odd", {"x.safetensors": safetensors(arrays)})
+    with moonclipfs.open(where, "odd") as snapshot:
+        assert snapshot.tensor("scalar").shape == ()
+        assert snapshot.tensor("scalar") == 7
+        assert snapshot.tensor("none").shape == (0, 5)
+
+
+def test_reading_from_many_threads(snapshot: moonclipfs.Snapshot) -> None:
+    wanted = weights(2)
+    with ThreadPoolExecutor(8) as pool:
+        names = list(wanted) * 10
+        for name, found in zip(names, pool.map(snapshot.tensor, names), strict=True):
+            assert np.array_equal(found, wanted[name])
+
+
+def test_a_flipped_bit_is_an_error_and_never_data(where: Path) -> None:
+    for pack in (where / "packs").iterdir():
+        data = bytearray(pack.read_bytes())
+        for place in range(200, len(data) // 2, 997):
+            data[place] ^= 4
+        pack.chmod(0o600)
+        pack.write_bytes(data)
+    with moonclipfs.open(where, "run1/step-2@1") as snapshot, pytest.raises(errors.CorruptError):
+        snapshot.read("model.safetensors")
+
+
+def test_a_read_only_store_can_be_read(where: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    for directory in (where, *(path for path in where.iterdir() if path.is_dir())):
+        directory.chmod(0o500)
+    with moonclipfs.open(where, "run1/step-2") as snapshot:
+        assert np.array_equal(snapshot.tensor("head"), weights(2)["head"])
+
+
+def test_raw_file_reads_short_only_at_the_end(snapshot: moonclipfs.Snapshot) -> None:
+    raw = RawFile(snapshot.reader("model.safetensors"))
+    size = raw.seek(0, os.SEEK_END)
+    raw.seek(size - 3)
+    buffer = bytearray(10)
+    assert raw.readinto(buffer) == 3
+    assert raw.readinto(buffer) == 0
+
+
+class TestTorch:
+    """Where torch is installed."""
+
+    @pytest.fixture
+    def torch(self) -> Any:
+        return pytest.importorskip("torch", reason="torch is not installed")
+
+    def test_tensors_of_every_dtype(self, torch: Any, where: Path, tmp_path: Path) -> None:
+        tensors = {
+            str(dtype): torch.arange(-8, 16).view(torch.uint8)[:96].clone().view(dtype).reshape(2, -1)
+            for dtype in (
+                *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32),
+                *(torch.int64, torch.uint8, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
+            )
+        }
+        tensors["bool"] = torch.tensor([True, False, True])
+        tensors["scalar"] = torch.tensor(1.5, dtype=torch.bfloat16)
+        tensors["turned"] = torch.arange(12.0).reshape(3, 4).t()
+        tensors["slice"] = torch.arange(24.0).reshape(4, 6)[1:3, ::2]
+        buffer = io.BytesIO()
+        torch.save({"model": tensors}, buffer)
+        put(where, "torch", {"all.pt": buffer.getvalue()})
+        with moonclipfs.open(where, "torch") as snapshot:
+            for name, wanted in tensors.items():
+                found = snapshot.torch(f"model.{name}")
+                assert found.dtype == wanted.dtype
+                assert found.shape == wanted.shape
+                raw = [value.contiguous().reshape(-1).view(torch.uint8) for value in (found, wanted)]
+                assert torch.equal(*raw), name
+
+    def test_a_dtype_that_torch_lacks(self, torch: Any, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with moonclipfs.open(where, "run1/step-2") as snapshot:
+            monkeypatch.delattr(torch, "bfloat16")
+            with pytest.raises(errors.UsageError, match=r"scale: this torch has no dtype for BF16; use tensor\(\)"):
+                snapshot.torch("scale")
+
+
+def test_types_without_whole_bytes_come_as_bytes(where: Path) -> None:
+    raw = bytes(range(16))
+    header = b'{"q":{"dtype":"F4","shape":[4,8],"data_offsets":[0,16]}}'
+    header += b" " * (-len(header) % 8)
+    put(where, "f4", {"q.safetensors": len(header).to_bytes(8, "little") + header + raw})
+    with moonclipfs.open(where, "f4") as snapshot:
+        (info,) = snapshot.tensors()
+        assert (info.dtype, info.shape) == ("F4", (4, 8))
+        found = snapshot.tensor("q")
+        assert found.dtype == np.uint8
+        assert found.tobytes() == raw
+        assert math.prod(info.shape) == 2 * len(raw)

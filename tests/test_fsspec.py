@@ -1,0 +1,207 @@
+"""The fsspec file system: URLs, listing, reading, and that nothing can be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from collections.abc import Iterator
+from datetime import UTC
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+
+from moonclipfs.compat.fsspec import MoonclipFileSystem  # noqa: E402
+from moonclipfs.store.add import add  # noqa: E402
+from moonclipfs.store.store import Store  # noqa: E402
+from tests.cli.conftest import checkpoint  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    """The entry point does this where the package is installed."""
+    fsspec.register_implementation("moonclip", MoonclipFileSystem, clobber=True)
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Path:
+    """A store with run1/step-2 (two versions), run1/step-2/best below it, and run1/step-10."""
+    with Store.create(tmp_path / "store") as store:
+        for number, (name, step) in enumerate([("step-2", 1), ("step-2", 2), ("step-2/best", 3), ("step-10", 10)]):
+            add(store, [checkpoint(tmp_path / str(number), step)], name=f"run1/{name}")
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def fs() -> Iterator[Any]:
+    MoonclipFileSystem.clear_instance_cache()
+    found = fsspec.filesystem("moonclip")
+    yield found
+    for store, _ in found._stores.values():
+        store.close()
+
+
+def test_a_url_opens_a_file(where: Path, fs: Any) -> None:
+    plain = (where.parent / "1" / "model.safetensors").read_bytes()
+    with fsspec.open(f"moonclip://{where}/run1/step-2/model.safetensors") as file:
+        assert file.read() == plain
+    with fsspec.open(f"moonclip://{where}/@versions/run1/step-2/1/notes/a b.txt", "rt") as file:
+        assert file.read() == "note\n"
+    found, path = fsspec.url_to_fs(f"moonclip://{where}/run1")
+    assert found is fs
+    assert path == f"{where}/run1"
+    assert found.unstrip_protocol(path) == f"moonclip://{where}/run1"
+
+
+def test_paths_are_made_absolute(where: Path, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(where.parent)
+    assert fs._strip_protocol("moonclip://store/run1/") == f"{where}/run1"
+    assert fs._strip_protocol(["store", Path("store")]) == [str(where)] * 2
+    assert fs.exists("store/run1")
+
+
+def test_ls_merges_names_and_entries(where: Path, fs: Any) -> None:
+    assert fs.ls(f"{where}", detail=False) == [f"{where}/run1"]
+    assert fs.ls(f"{where}/run1", detail=False) == [f"{where}/run1/step-10", f"{where}/run1/step-2"]
+    names = [os.path.basename(name) for name in fs.ls(f"{where}/run1/step-2", detail=False)]
+    assert names == ["best", "config.json", "latest", "model.safetensors", "notes"]
+    assert fs.ls(f"{where}/run1/step-2/config.json", detail=False) == [f"{where}/run1/step-2/config.json"]
+
+
+def test_info(where: Path, fs: Any) -> None:
+    plain = (where.parent / "1" / "config.json").stat()
+    info = fs.info(f"{where}/run1/step-2/config.json")
+    assert (info["type"], info["size"], info["mode"]) == ("file", plain.st_size, plain.st_mode)
+    assert info["mtime"] == pytest.approx(plain.st_mtime)
+    assert (info["snapshot"], info["version"]) == ("run1/step-2", 2)
+    link = fs.info(f"{where}/run1/step-2/latest")
+    assert (link["type"], link["islink"], link["destination"]) == ("file", True, "model.safetensors")
+    assert link["size"] == (where.parent / "1" / "model.safetensors").stat().st_size
+    assert fs.isdir(f"{where}/run1")
+    assert fs.isfile(f"{where}/@latest/run1/step-2/config.json")
+    assert not fs.exists(f"{where}/run2")
+    assert fs.modified(f"{where}/run1/step-2/config.json").tzinfo is UTC
+
+
+def test_ranges(where: Path, fs: Any) -> None:
+    path = f"{where}/run1/step-2/model.safetensors"
+    plain = (where.parent / "1" / "model.safetensors").read_bytes()
+    for start, end in [
+        (None, None),
+        (10, 20),
+        (-30, None),
+        (-30, -10),
+        (5, None),
+        (100, 50),
+        (0, 1 << 40),
+        (1 << 40, None),
+    ]:
+        assert fs.cat_file(path, start, end) == plain[start:end]
+    assert fs.cat_ranges([path] * 2, [0, 8], [8, 16]) == [plain[:8], plain[8:16]]
+    assert fs.head(path, 8) == plain[:8]
+    assert fs.tail(path, 8) == plain[-8:]
+    assert fs.size(path) == len(plain)
+    assert set(fs.cat([path, f"{where}/run1/step-2/config.json"])) == {path, f"{where}/run1/step-2/config.json"}
+
+
+def test_find_glob_walk_and_get(where: Path, fs: Any, tmp_path: Path) -> None:
+    assert fs.glob(f"{where}/run1/*/config.json") == [f"{where}/run1/step-{n}/config.json" for n in ("10", "2")]
+    assert fs.glob(f"{where}/**/config.json")[-1] == f"{where}/run1/step-2/config.json"
+    found = fs.find(f"{where}/run1/step-10")
+    assert f"{where}/run1/step-10/notes/a b.txt" in found
+    assert {name for _, _, names in fs.walk(f"{where}/run1/step-10") for name in names} == {
+        *("a b.txt", "config.json", "latest", "model.safetensors"),
+    }
+    assert fs.du(f"{where}/run1/step-10") > 200_000
+    fs.get(f"{where}/run1/step-10", str(tmp_path / "got"), recursive=True)
+    assert (tmp_path / "got" / "notes" / "a b.txt").read_text() == "note\n" * 10
+
+
+def test_equal_bytes_have_equal_keys(where: Path, fs: Any) -> None:
+    config = "run1/step-2/config.json"
+    assert fs.ukey(f"{where}/{config}") == fs.ukey(f"{where}/@versions/run1/step-2/2/config.json")
+    assert fs.checksum(f"{where}/{config}") != fs.checksum(f"{where}/run1/step-10/config.json")
+
+
+def test_new_snapshots_appear(where: Path, fs: Any, tmp_path: Path) -> None:
+    assert not fs.exists(f"{where}/late")
+    with Store.open(where, write=True) as store:
+        add(store, [checkpoint(tmp_path / "late", 4)], name="late")
+    assert fs.isfile(f"{where}/late/config.json")
+    with Store.open(where, write=True) as store:
+        store.log.unbind(["late"])
+    assert not fs.exists(f"{where}/late")
+
+
+@pytest.mark.parametrize(
+    ("path", "number"),
+    [
+        ("/run1/step-2/absent", errno.ENOENT),
+        ("/run1/step-2/config.json/x", errno.ENOENT),
+        ("/../nowhere", errno.ENOENT),
+        ("/run1", errno.EISDIR),
+        ("/run1/step-2/notes", errno.EISDIR),
+    ],
+)
+def test_errors_are_those_of_the_system(where: Path, fs: Any, path: str, number: int) -> None:
+    for call in (fs.cat_file, fs.open):
+        with pytest.raises(OSError, match=r".") as caught:
+            call(f"{where}{path}")
+        assert caught.value.errno == number
+
+
+def test_damage_is_an_io_error(where: Path, fs: Any) -> None:
+    for pack in (where / "packs").iterdir():
+        data = bytearray(pack.read_bytes())
+        for place in range(200, len(data) // 2, 997):
+            data[place] ^= 4
+        pack.chmod(0o600)
+        pack.write_bytes(data)
+    with pytest.raises(OSError, match="object") as caught:
+        fs.cat_file(f"{where}/@versions/run1/step-2/1/model.safetensors")
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda fs, path: fs.open(path, "wb"),
+        lambda fs, path: fs.open(path, "ab"),
+        lambda fs, path: fs.pipe(path, b"x"),
+        lambda fs, path: fs.mkdir(path),
+        lambda fs, path: fs.makedirs(path),
+        lambda fs, path: fs.rm(path),
+        lambda fs, path: fs.rm_file(path),
+        lambda fs, path: fs.rmdir(path),
+        lambda fs, path: fs.mv(path, path + "2"),
+        lambda fs, path: fs.cp_file(path, path + "2"),
+        lambda fs, path: fs.touch(path),
+        lambda fs, path: fs.put_file("/etc/hostname", path),
+    ],
+)
+def test_nothing_can_be_written(where: Path, fs: Any, write: Any) -> None:
+    with pytest.raises(OSError, match="read-only") as caught:
+        write(fs, f"{where}/run1/step-2/config.json")
+    assert caught.value.errno == errno.EROFS
+
+
+def test_a_file_system_travels_to_another_process(where: Path, fs: Any) -> None:
+    again = pickle.loads(pickle.dumps(fs))
+    assert again.cat_file(f"{where}/run1/step-2/config.json") == b'{"step": 2}'
+
+
+def test_a_forked_process_opens_the_store_anew(where: Path, fs: Any) -> None:
+    path = f"{where}/run1/step-2/config.json"
+    assert fs.cat_file(path) == b'{"step": 2}'
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, fs.cat_file(path) + b" %d" % len(fs._stores))
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with open(reading, "rb") as answer:
+        assert answer.read() == b'{"step": 2} 2'
