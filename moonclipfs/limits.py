@@ -69,7 +69,7 @@ HEADER_BYTES = 100 * MIB
 TENSORS = 1 << 18
 """Tensors in one file; each takes about 1 KiB of memory to read. The largest models have fewer in all their files."""
 DIMENSIONS = 32
-ZIP_ENTRIES = 1 << 20
+ZIP_ENTRIES = 2 * TENSORS
 JSON_VALUES = 16 * TENSORS
 """Commas, braces and brackets in a JSON header: it bounds the objects that reading it makes."""
 TENSOR_NAME_BYTES = 1 * KIB
