@@ -3,7 +3,6 @@
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport uint8_t, uint64_t
-from libc.stdlib cimport free, malloc
 
 import os
 
@@ -53,9 +52,11 @@ cdef extern from "mc_head.h" nogil:
 
 cdef extern from "mc_scratch.h" nogil:
     ctypedef struct mc_scratch:
-        pass
+        uint8_t *output
     mc_scratch *mc_scratch_new()
     void mc_scratch_free(mc_scratch *scratch)
+    int mc_scratch_reserve(mc_scratch *scratch, size_t length)
+    void mc_scratch_trim(mc_scratch *scratch)
 
 cdef extern from "mc_object.h" nogil:
     ctypedef struct mc_base_bytes:
@@ -68,6 +69,7 @@ cdef extern from "mc_object.h" nogil:
         mc_base_bytes base
         unsigned base_dtype
         uint64_t base_start
+        int verify
     size_t mc_encode_bound(const mc_request *request)
     int mc_encode(mc_scratch *scratch, const mc_request *request, uint8_t *out, size_t *length)
     ctypedef struct mc_decode_request:
@@ -114,7 +116,7 @@ cdef class _Scratch:
 
 
 cdef list _idle = []
-cdef int _IDLE_LIMIT = 16  # idle scratch memories kept for the next call; more threads than this allocate anew
+cdef int _IDLE_LIMIT = 8  # idle scratch memories kept for the next call; more threads than this allocate anew
 
 
 cdef _Scratch take_scratch():
@@ -122,6 +124,7 @@ cdef _Scratch take_scratch():
 
 
 cdef give_scratch(_Scratch scratch):
+    mc_scratch_trim(scratch.memory)
     if len(_idle) < _IDLE_LIMIT:
         _idle.append(scratch)
 
@@ -180,7 +183,8 @@ def cast(const uint8_t[::1] data not None, unsigned dtype, unsigned to) -> bytes
 
 
 def encode(const uint8_t[::1] raw not None, unsigned dtype, unsigned transform,
-           const uint8_t[::1] base=None, unsigned base_dtype=0, uint64_t base_start=0) -> bytes:
+           const uint8_t[::1] base=None, unsigned base_dtype=0, uint64_t base_start=0,
+           bint verify=True) -> bytes:
     cdef mc_request request
     request.raw = start(raw)
     request.raw_length = raw.shape[0]
@@ -190,22 +194,21 @@ def encode(const uint8_t[::1] raw not None, unsigned dtype, unsigned transform,
     request.base.length = 0 if base is None else base.shape[0]
     request.base_dtype = base_dtype
     request.base_start = base_start
+    request.verify = verify
     cdef size_t bound = mc_encode_bound(&request), length = 0
+    where = f"encoding {request.raw_length} bytes of type {dtype}"
     if bound == 0:
-        raise failure(MC_E_USAGE, f"encoding {request.raw_length} bytes of type {dtype}")
-    cdef uint8_t *out = <uint8_t *> malloc(bound)
-    if out is NULL:
-        raise MemoryError
+        raise failure(MC_E_USAGE, where)
     cdef _Scratch scratch = take_scratch()
-    cdef int status
+    cdef int status = MC_E_MEMORY
     try:
-        with nogil:
-            status = mc_encode(scratch.memory, &request, out, &length)
+        if mc_scratch_reserve(scratch.memory, bound):
+            with nogil:
+                status = mc_encode(scratch.memory, &request, scratch.memory.output, &length)
         if status != MC_OK:
-            raise failure(status, f"encoding {request.raw_length} bytes of type {dtype}")
-        return PyBytes_FromStringAndSize(<char *> out, length)
+            raise failure(status, where)
+        return PyBytes_FromStringAndSize(<char *> scratch.memory.output, length)
     finally:
-        free(out)
         give_scratch(scratch)
 
 
@@ -228,9 +231,21 @@ def parse_head(const uint8_t[::1] data not None, uint64_t encoded_length) -> tup
             head.head_length, lengths)
 
 
-def decode_blocks(const uint8_t[::1] head not None, uint64_t encoded_length, uint64_t first, uint64_t count,
-                  const uint8_t[::1] payload not None, uint8_t[::1] out not None, const uint8_t[::1] base=None):
-    cdef mc_decode_request request
+cdef run_decode(mc_decode_request *request):
+    cdef _Scratch scratch = take_scratch()
+    cdef uint64_t block = 0
+    cdef int status
+    with nogil:
+        status = mc_decode(scratch.memory, request, &block)
+    give_scratch(scratch)
+    if status >= MC_E_BLOCK_SHORT:
+        raise failure(status, f"block {block} of an encoded object")
+    if status != MC_OK:
+        raise failure(status, f"{request.count} blocks from {request.first} of an encoded object")
+
+
+cdef void fill(mc_decode_request *request, const uint8_t[::1] head, uint64_t encoded_length, uint64_t first,
+               uint64_t count, const uint8_t[::1] payload, const uint8_t[::1] base) noexcept:
     request.head = start(head)
     request.head_length = head.shape[0]
     request.encoded_length = encoded_length
@@ -240,20 +255,28 @@ def decode_blocks(const uint8_t[::1] head not None, uint64_t encoded_length, uin
     request.payload_length = payload.shape[0]
     request.base.data = <const uint8_t *> NULL if base is None else start(base)
     request.base.length = 0 if base is None else base.shape[0]
+
+
+def decode_blocks(const uint8_t[::1] head not None, uint64_t encoded_length, uint64_t first, uint64_t count,
+                  const uint8_t[::1] payload not None, uint8_t[::1] out not None, const uint8_t[::1] base=None):
+    cdef mc_decode_request request
+    fill(&request, head, encoded_length, first, count, payload, base)
     request.out = <uint8_t *> start(out)
     request.out_length = out.shape[0]
-    cdef _Scratch scratch = take_scratch()
-    cdef uint64_t block = 0
-    cdef int status
-    try:
-        with nogil:
-            status = mc_decode(scratch.memory, &request, &block)
-    finally:
-        give_scratch(scratch)
-    if status >= MC_E_BLOCK_SHORT:
-        raise failure(status, f"block {block} of an encoded object")
-    if status != MC_OK:
-        raise failure(status, f"{count} blocks from {first} of an encoded object")
+    run_decode(&request)
+
+
+def decode_bytes(const uint8_t[::1] head not None, uint64_t encoded_length, uint64_t first, uint64_t count,
+                 const uint8_t[::1] payload not None, uint64_t raw_length, const uint8_t[::1] base=None) -> bytes:
+    if raw_length > MC_MAX_RAW:
+        raise failure(MC_E_USAGE, f"decoding to {raw_length} bytes")
+    cdef mc_decode_request request
+    fill(&request, head, encoded_length, first, count, payload, base)
+    out = PyBytes_FromStringAndSize(NULL, raw_length)
+    request.out = <uint8_t *> PyBytes_AS_STRING(out)
+    request.out_length = raw_length
+    run_decode(&request)
+    return out
 
 
 cdef class Chunker:

@@ -16,6 +16,7 @@ typedef uint32_t u32;
 typedef uint64_t u64;
 
 /* Elements come from the middle of files, so no pointer to them is aligned. */
+typedef u8 u8u;
 typedef u16 u16u __attribute__((aligned(1), may_alias));
 typedef u32 u32u __attribute__((aligned(1), may_alias));
 typedef u64 u64u __attribute__((aligned(1), may_alias));
@@ -61,6 +62,7 @@ enum {
     MC_E_ZSTD,
     MC_E_STREAM,
     MC_E_BLOCK_CHECK,
+    MC_E_VERIFY,
     MC_E_COUNT
 };
 

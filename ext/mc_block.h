@@ -36,15 +36,23 @@ int mc_plane_constant(const u8 *plane, size_t n);
 /* The lower 6 bits of the contexts of plane k in scratch->contexts, once the plane above it is known. */
 const u8 *mc_plane_contexts(mc_scratch *scratch, const mc_head *head, unsigned k, const u8 *above, size_t n);
 
-/* Count the symbols of the block's planes into scratch->counts. */
-void mc_block_count(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base);
+/* What a first look at a block's planes tells, a bit a plane. */
+typedef struct {
+    u8 constant, noise;
+} mc_plane_kinds;
+
+/* Look at the block's planes, and count the symbols of those that may be worth a model into scratch->counts. */
+mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base);
 
 /*
  * Encode with the models in scratch->models. Returns the length; `out` has room for the raw bytes and MC_BLOCK_OVERHEAD
  * more. Sets bit k of *used when plane k took its model.
  */
-size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base, u8 *out,
-                       unsigned *used);
+size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base,
+                       mc_plane_kinds kinds, u8 *out, unsigned *used);
+
+/* Read the models of an object into scratch->models and get them ready for decoding. */
+int mc_read_shared(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length);
 
 /* Decode a whole block to its `raw_bytes`; does not look at the block's checksum. */
 int mc_block_decode(mc_scratch *scratch, const mc_head *head, const u8 *block, size_t length, const u8 *base, u8 *raw,

@@ -13,30 +13,74 @@ static void count_plain(u32 counts[256], const u8 *symbols, size_t n)
         counts[symbol] += part[0][symbol] + part[1][symbol] + part[2][symbol] + part[3][symbol];
 }
 
-static void count_in_context(mc_counts counts, const u8 *contexts, const u8 *symbols, size_t n)
+/*
+ * Equal symbols in equal contexts in a row make each count wait for the one before it. Where nearly all symbols are
+ * zero, zeros are therefore counted by context alone, in four parts, and the few others are corrected.
+ */
+typedef u32 zero_counts[4][MC_LEVELS][MC_STATIC_CONTEXTS];
+
+static void count_sparse(u32 (*row)[256], zero_counts zeros, unsigned level, const u8 *contexts, const u8 *symbols)
 {
-    unsigned nonzero = 0;
-    for (size_t i = 0; i < n; i += MC_LANES) {
-        unsigned lanes = n - i < MC_LANES ? (unsigned)(n - i) : MC_LANES;
-        u32(*row)[256] = counts + MC_STATIC_CONTEXTS * mc_activity(nonzero);
-        for (unsigned lane = 0; lane < lanes; lane++)
-            row[contexts[i + lane]][symbols[i + lane]]++;
-        nonzero = mc_count_nonzero(symbols + i, lanes);
+    for (unsigned lane = 0; lane < MC_LANES; lane++)
+        zeros[lane % 4][level][contexts[lane]]++;
+    for (unsigned eight = 0; eight < MC_LANES; eight += 8) {
+        if (!mc_get64(symbols + eight))
+            continue;
+        for (unsigned lane = eight; lane < eight + 8; lane++)
+            if (symbols[lane]) {
+                zeros[lane % 4][level][contexts[lane]]--;
+                row[contexts[lane]][symbols[lane]]++;
+            }
     }
 }
 
-void mc_block_count(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base)
+static void count_dense(u32 (*row)[256], const u8 *contexts, const u8 *symbols, unsigned lanes)
+{
+    u16 keys[MC_LANES];
+    u32 *counts = &row[0][0];
+    for (unsigned lane = 0; lane < lanes; lane++)
+        keys[lane] = (u16)(contexts[lane] << 8 | symbols[lane]);
+    for (unsigned lane = 0; lane < lanes; lane++)
+        counts[keys[lane]]++;
+}
+
+static void count_in_context(mc_counts counts, const u8 *contexts, const u8 *symbols, size_t n)
+{
+    zero_counts zeros = {{{0}}};
+    const size_t full = n - n % MC_LANES;
+    unsigned level = mc_activity(0);
+    for (size_t i = 0; i < full; i += MC_LANES) {
+        unsigned nonzero = mc_count_nonzero(symbols + i, MC_LANES);
+        u32(*row)[256] = counts + MC_STATIC_CONTEXTS * level;
+        if (nonzero <= 4)
+            count_sparse(row, zeros, level, contexts + i, symbols + i);
+        else
+            count_dense(row, contexts + i, symbols + i, MC_LANES);
+        level = mc_activity(nonzero);
+    }
+    count_dense(counts + MC_STATIC_CONTEXTS * level, contexts + full, symbols + full, (unsigned)(n - full));
+    for (level = 0; level < MC_LEVELS; level++)
+        for (unsigned context = 0; context < MC_STATIC_CONTEXTS; context++)
+            for (int part = 0; part < 4; part++)
+                counts[level * MC_STATIC_CONTEXTS + context][0] += zeros[part][level][context];
+}
+
+mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base)
 {
     const unsigned width = mc_plane_count(head);
     const size_t n = raw_bytes / width;
+    mc_plane_kinds kinds = {0, 0};
     mc_block_split(scratch, head, raw, n, base);
     for (unsigned k = 0; k < width; k++) {
         const u8 *plane = scratch->planes + k * MC_PLANE_STRIDE;
-        if (mc_plane_constant(plane, n) || mc_plane_noise(plane, n))
-            continue;
-        if (head->transform == MC_ROTATE)
+        if (mc_plane_constant(plane, n))
+            kinds.constant |= (u8)(1u << k);
+        else if (mc_plane_noise(plane, n))
+            kinds.noise |= (u8)(1u << k);
+        else if (head->transform == MC_ROTATE)
             count_plain(scratch->counts[k][0], plane, n);
         else
             count_in_context(scratch->counts[k], mc_plane_contexts(scratch, head, k, plane + MC_PLANE_STRIDE, n), plane, n);
     }
+    return kinds;
 }

@@ -5,6 +5,7 @@
 typedef struct {
     mc_scratch *scratch;
     const mc_head *head;
+    mc_plane_kinds kinds;
     mc_writer stream; /* grows downwards from the end of scratch->words */
     u8 *stream_end;
     int streams; /* planes that are in the stream */
@@ -56,12 +57,12 @@ static void encode_plane(block_encoder *e, unsigned k, size_t n, u8 **frames)
     e->method[k] = MC_RAW;
     e->bytes[k] = plane;
     e->length[k] = n;
-    if (mc_plane_constant(plane, n)) {
+    if (e->kinds.constant >> k & 1) {
         e->method[k] = MC_CONST;
         e->length[k] = 0;
         return;
     }
-    if (mc_plane_noise(plane, n))
+    if (e->kinds.noise >> k & 1)
         return;
     if (e->scratch->models.plane[k].tables) {
         size_t grown = encode_rans(e, k, plane, n);
@@ -127,14 +128,14 @@ static size_t encode_bytes(mc_scratch *scratch, const u8 *raw, size_t n, u8 *out
     return (size_t)(assemble(&e, 1, NULL, 0, out) - out);
 }
 
-size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base, u8 *out,
-                       unsigned *used)
+size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base,
+                       mc_plane_kinds kinds, u8 *out, unsigned *used)
 {
     if (head->transform == MC_BYTES)
         return encode_bytes(scratch, raw, raw_bytes, out);
     const unsigned width = mc_plane_count(head);
     const size_t n = raw_bytes / width;
-    block_encoder e = {.scratch = scratch, .head = head};
+    block_encoder e = {.scratch = scratch, .head = head, .kinds = kinds};
     e.stream_end = e.stream.at = scratch->words + sizeof scratch->words;
     for (int lane = 0; lane < MC_LANES; lane++)
         e.stream.state[lane] = MC_LOW;

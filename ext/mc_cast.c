@@ -65,7 +65,6 @@ INLINE u64 convert(u64 x, shape s, shape d)
     CAST(FROM, from_bits, F16, 16)                                                                           \
     CAST(FROM, from_bits, E4M3, 8)                                                                           \
     CAST(FROM, from_bits, E5M2, 8)
-typedef u8 u8u;
 CASTS(F64, 64)
 CASTS(BF16, 16)
 CASTS(F16, 16)

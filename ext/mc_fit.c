@@ -5,7 +5,8 @@
 #include "mc_log2.h"
 #include "mc_model.h"
 
-#define ROUNDS 3
+#define ROUNDS 2
+#define FEW_SYMBOLS (1 << 18) /* that do not pay for many tables */
 
 void mc_normalise(u16 frequency[256], const u32 counts[256], u32 total, unsigned bits)
 {
@@ -95,9 +96,10 @@ static float mean_size(const u32 counts[256], u32 total)
 }
 
 /* Order the contexts that occur and cut that order into ranges of about equal weight. */
-static void start_clusters(clusters *c, const mc_counts counts, unsigned tables)
+static void start_clusters(clusters *c, const mc_counts counts)
 {
     float size[MC_CONTEXTS], weight[MC_CONTEXTS], sum = 0, passed = 0;
+    u64 symbols = 0;
     c->used = 0;
     for (unsigned context = 0; context < MC_CONTEXTS; context++) {
         u32 total = total_of(counts[context]);
@@ -106,11 +108,13 @@ static void start_clusters(clusters *c, const mc_counts counts, unsigned tables)
         size[context] = mean_size(counts[context], total);
         weight[context] = mc_log2((float)total + 1.0f);
         sum += weight[context];
+        symbols += total;
         unsigned place = c->used++;
         for (; place > 0 && size[c->order[place - 1]] > size[context]; place--)
             c->order[place] = c->order[place - 1];
         c->order[place] = context;
     }
+    unsigned tables = symbols < FEW_SYMBOLS ? MC_TABLES / 2 : MC_TABLES;
     c->tables = tables < c->used ? tables : c->used;
     for (unsigned i = 0; i < c->used; i++) {
         unsigned table = (unsigned)(passed / sum * (float)c->tables);
@@ -245,7 +249,7 @@ double mc_model_fit(mc_model *model, const mc_counts counts)
 {
     clusters c;
     memset(c.map, 0, sizeof c.map);
-    start_clusters(&c, counts, MC_TABLES);
+    start_clusters(&c, counts);
     if (!c.used) {
         model->tables = 0;
         return 1;
@@ -258,5 +262,15 @@ double mc_model_fit(mc_model *model, const mc_counts counts)
     drop_empty(&c);
     merge_tables(&c);
     fill_map(&c);
-    return finish(model, &c, MC_BITS_MAX);
+    double cost = finish(model, &c, MC_BITS_MAX);
+    if (c.tables > 1) {
+        /* Smaller tables stay in the cache, which is worth a little. */
+        mc_model small;
+        double small_cost = finish(&small, &c, MC_BITS_MAX - 1);
+        if (small_cost < 1.002 * cost) {
+            *model = small;
+            return small_cost;
+        }
+    }
+    return cost;
 }

@@ -6,6 +6,8 @@
 #include "mc_planes.h"
 #include "mc_rans.h"
 
+typedef u64 mc_hash_fn(const void *data, size_t length); /* XXH3, 64 bits */
+
 typedef struct {
     const char *name;
     mc_split_fn *split[4][3]; /* by log2(width), transform - 1 */
@@ -15,10 +17,12 @@ typedef struct {
     mc_classify_fn *classify;
     mc_rans_decode_fn *decode;
     mc_rans_encode_fn *encode;
+    mc_hash_fn *hash;
 } mc_kernels;
 
 extern const mc_kernels mc_kernels_scalar, mc_kernels_avx2, mc_kernels_avx512;
 
+mc_hash_fn mc_hash_scalar, mc_hash_avx2;
 mc_classify_fn mc_classify_scalar, mc_classify_avx2;
 mc_rans_decode_fn mc_rans_decode_scalar, mc_rans_decode_avx2, mc_rans_decode_avx512;
 mc_rans_encode_fn mc_rans_encode_scalar, mc_rans_encode_avx2, mc_rans_encode_avx512;

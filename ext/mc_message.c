@@ -20,6 +20,7 @@ static const char *const messages[MC_E_COUNT] = {
     [MC_E_ZSTD] = "zstd cannot decode a plane, or its length is wrong",
     [MC_E_STREAM] = "an entropy-coded stream does not end as it must",
     [MC_E_BLOCK_CHECK] = "the decoded block does not pass its checksum",
+    [MC_E_VERIFY] = "the encoding does not decode to what was encoded; nothing was stored",
 };
 
 const char *mc_message(int status)

@@ -11,6 +11,7 @@ typedef struct {
     mc_base_bytes base; /* the whole base; for MC_DELTA */
     unsigned base_dtype;
     u64 base_start;
+    int verify; /* decode each block again and compare it with `raw` */
 } mc_request;
 
 /* Room that mc_encode() needs for its output; 0 when the request is not one that can be encoded. */

@@ -1,7 +1,9 @@
 /*
- * The loops of mc_planes.h, included once per instruction set by a file that defines MC_TARGET (a function
- * attribute) and MC_NAME (which adds the set's name). Plain C that compilers vectorise: one constant transform per loop.
+ * The loops of mc_planes.h and mc_context.h, for a file that defines MC_TARGET (a function attribute) and MC_NAME (which
+ * adds the name of an instruction set), and then asks for WIDTH(bits) of the element widths that it needs. Plain C that
+ * compilers vectorise: one constant transform per loop.
  */
+#include "mc_context.h"
 #include "mc_planes.h"
 
 #define FORWARD_PLAIN(bits, c, b) (c)
@@ -41,8 +43,6 @@ ZIGZAG(64)
     POINTERS_32(constant) constant u8 *restrict p4 = planes[4], *restrict p5 = planes[5];                    \
     constant u8 *restrict p6 = planes[6], *restrict p7 = planes[7];
 
-typedef u8 u8u;
-
 #define LOOPS(bits, transform, base_element)                                                                 \
     MC_TARGET static void MC_NAME(split##bits##transform)(const u8 *current, const u8 *base, size_t n,        \
                                                           u8 *const planes[MC_MAX_WIDTH])                    \
@@ -68,11 +68,26 @@ typedef u8 u8u;
             c[i] = INVERSE_##transform(bits, z, base_element);                                               \
         }                                                                                                    \
     }
-#define WIDTH(bits) LOOPS(bits, PLAIN, 0) LOOPS(bits, ROTATE, 0) LOOPS(bits, DELTA, b[i])
-WIDTH(8)
-WIDTH(16)
-WIDTH(32)
-WIDTH(64)
+
+#define EXPONENT_CLASSES(bits)                                                                               \
+    MC_TARGET static void MC_NAME(exponent##bits)(u8 *restrict out, const u8 *base, size_t n, unsigned shift,  \
+                                                  unsigned mask, unsigned top)                               \
+    {                                                                                                        \
+        const u##bits##u *restrict b = (const u##bits##u *)base;                                             \
+        for (size_t i = 0; i < n; i++) {                                                                     \
+            int below = (int)top - (int)(b[i] >> shift & mask);                                              \
+            below = below < 0 ? 0 : below;                                                                   \
+            out[i] = (u8)(below > 15 ? 15 : below);                                                          \
+        }                                                                                                    \
+    }
+
+#define WIDTH(bits)                                                                                          \
+    LOOPS(bits, PLAIN, 0) LOOPS(bits, ROTATE, 0) LOOPS(bits, DELTA, b[i]) EXPONENT_CLASSES(bits)
+
+MC_TARGET static void MC_NAME(add_above)(u8 *restrict out, const u8 *restrict exponents, const u8 *restrict above, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        out[i] = (u8)(exponents[i] | ((above[i] > 0) + (above[i] > 1) + (above[i] > 3)) << 4);
+}
 
 #define ROW(what, bits) {MC_NAME(what##bits##PLAIN), MC_NAME(what##bits##ROTATE), MC_NAME(what##bits##DELTA)}
-#define TABLE(what) {ROW(what, 8), ROW(what, 16), ROW(what, 32), ROW(what, 64)}

@@ -17,10 +17,17 @@ typedef struct {
     u8 exponents[MC_PLANE_STRIDE], contexts[MC_PLANE_STRIDE], tables[MC_PLANE_STRIDE];
     u8 words[MC_BLOCK_ELEMENTS * (MC_MAX_WIDTH + 2) + 256]; /* a block's stream grows downwards in it */
     u8 frames[MC_BLOCK_ELEMENTS * MC_MAX_WIDTH]; /* zstd frames of a block's planes */
+    u8 decoded[MC_BLOCK_ELEMENTS * MC_MAX_WIDTH];   /* a block that is verified */
+    u8 *output; /* room for an encoded object */
+    size_t output_room;
     u8 packed[MC_BLOCK_BYTES + 1024]; /* the zstd frame of a plane or of a block of bytes, before it is chosen */
 } mc_scratch;
 
 mc_scratch *mc_scratch_new(void); /* NULL when out of memory */
 void mc_scratch_free(mc_scratch *scratch);
+
+/* Make scratch->output at least so long; 0 when out of memory. Give back a very long one. */
+int mc_scratch_reserve(mc_scratch *scratch, size_t length);
+void mc_scratch_trim(mc_scratch *scratch);
 
 #endif

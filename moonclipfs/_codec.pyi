@@ -21,6 +21,7 @@ def encode(
     base: Buffer | None = None,
     base_dtype: int = 0,
     base_start: int = 0,
+    verify: bool = True,
 ) -> bytes: ...
 def head_length(prefix: Buffer) -> int: ...
 def parse_head(data: Buffer, encoded_length: int) -> tuple[int, int, int, int, int, int, int, list[int]]: ...
@@ -33,6 +34,15 @@ def decode_blocks(
     out: Buffer,
     base: Buffer | None = None,
 ) -> None: ...
+def decode_bytes(
+    head: Buffer,
+    encoded_length: int,
+    first: int,
+    count: int,
+    payload: Buffer,
+    raw_length: int,
+    base: Buffer | None = None,
+) -> bytes: ...
 
 class Chunker:
     def __init__(self, minimum: int, average: int, maximum: int) -> None: ...

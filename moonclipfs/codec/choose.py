@@ -12,16 +12,16 @@ from moonclipfs.codec.encoded import (
     TRANSFORM_DELTA,
     TRANSFORM_PLAIN,
     TRANSFORM_ROTATED,
-    decode,
     head_length,
 )
-from moonclipfs.errors import CorruptError
 from moonclipfs.limits import BLOCK_ELEMENTS
 from moonclipfs.types import Buffer, DType
 
 SAMPLE_PIECES: Final = 8
-PIECE_ELEMENTS: Final = BLOCK_ELEMENTS // SAMPLE_PIECES
-CLOSE: Final = 1.02
+PIECE_ELEMENTS: Final = 2048
+SAMPLED_FROM: Final = 2 * BLOCK_ELEMENTS
+"""Objects of fewer elements are not sampled: every way is tried on the whole."""
+CLOSE: Final = 1.005
 """Estimates that differ by less than this factor are settled by encoding both."""
 
 _FLOATS = frozenset(
@@ -47,60 +47,50 @@ class Encoding:
 
 
 def encode(raw: Buffer, dtype: DType, bases: Sequence[Base] = ()) -> Encoding:
-    """Encode `raw` in the smallest of the ways that a sample shows to be promising, and verify the result.
+    """Encode `raw` in the smallest of the ways that a sample shows to be promising.
 
-    Raises CorruptError when the encoding does not decode to `raw`, UsageError above `limits.RAW_BYTES`.
+    The result has been decoded and compared with `raw`: CorruptError if it differs (memory is at fault, or the codec).
+    Raises UsageError above `limits.RAW_BYTES`.
     """
     view = memoryview(raw).cast("B")
-    ways = _estimates(view, dtype, bases)
-    least = min(size for size, _ in ways)
-    best: Encoding | None = None
-    for size, way in ways:
-        if size <= least * CLOSE:
-            data = _encode_one(view, dtype, None if way is None else bases[way])
-            if best is None or len(data) < len(best.data):
-                best = Encoding(data, way)
-    assert best is not None
-    if decode(best.data, None if best.base is None else bases[best.base].raw) != view:
-        raise CorruptError(
-            f"the encoding of {len(view)} bytes of {dtype.name} does not decode to them; nothing was stored"
-        )
-    return best
+    ways = _ways(dtype, bases)
+    if len(ways) > 1 and len(view) >= SAMPLED_FROM * (dtype.width or 1):
+        sizes = [_estimate(view, dtype, None if way is None else bases[way]) for way in ways]
+        ways = [way for way, size in zip(ways, sizes, strict=True) if size <= min(sizes) * CLOSE]
+    encodings = (Encoding(_encode_one(view, dtype, None if way is None else bases[way]), way) for way in ways)
+    return min(encodings, key=lambda encoding: len(encoding.data))
 
 
 def predict(raw: Buffer, dtype: DType, bases: Sequence[Base] = ()) -> int:
     """Return the stored size in bytes that a sample of `raw` foretells, usually within a few percent."""
-    return round(min(size for size, _ in _estimates(memoryview(raw).cast("B"), dtype, bases)))
+    view = memoryview(raw).cast("B")
+    return round(min(_estimate(view, dtype, None if way is None else bases[way]) for way in _ways(dtype, bases)))
 
 
-def _estimates(view: memoryview, dtype: DType, bases: Sequence[Base]) -> list[tuple[float, int | None]]:
-    ways: list[tuple[float, int | None]] = [(_estimate(view, dtype, None), None)]
-    for index, base in enumerate(bases):
-        if _codec.can_predict(dtype, base.dtype):
-            ways.append((_estimate(view, dtype, base), index))
-    return ways
+def _ways(dtype: DType, bases: Sequence[Base]) -> list[int | None]:
+    """Indexes of the bases that can predict elements of `dtype`, and None for doing without."""
+    return [None, *(index for index, base in enumerate(bases) if _codec.can_predict(dtype, base.dtype))]
 
 
-def _encode_one(view: Buffer, dtype: DType, base: Base | None) -> bytes:
+def _encode_one(raw: Buffer, dtype: DType, base: Base | None, verify: bool = True) -> bytes:
     if base is not None:
-        return _codec.encode(view, dtype, TRANSFORM_DELTA, base.raw, base.dtype, base.start)
+        return _codec.encode(raw, dtype, TRANSFORM_DELTA, base.raw, base.dtype, base.start, verify)
     if dtype is DType.BYTES:
-        return _codec.encode(view, dtype, TRANSFORM_BYTES)
-    return _codec.encode(view, dtype, TRANSFORM_ROTATED if dtype in _FLOATS else TRANSFORM_PLAIN)
+        return _codec.encode(raw, dtype, TRANSFORM_BYTES, verify=verify)
+    return _codec.encode(raw, dtype, TRANSFORM_ROTATED if dtype in _FLOATS else TRANSFORM_PLAIN, verify=verify)
 
 
 def _estimate(view: memoryview, dtype: DType, base: Base | None) -> float:
     """Encoded size, from pieces spread evenly over the object that are encoded as if they were one block."""
     width = dtype.width or 1
     elements = len(view) // width
-    if elements <= 2 * BLOCK_ELEMENTS:
-        return len(_encode_one(view, dtype, base))
+    if elements < SAMPLED_FROM:
+        return len(_encode_one(view, dtype, base, verify=False))
     starts = [piece * (elements - PIECE_ELEMENTS) // (SAMPLE_PIECES - 1) for piece in range(SAMPLE_PIECES)]
     sample = b"".join(view[start * width : (start + PIECE_ELEMENTS) * width] for start in starts)
-    if base is None:
-        data = _encode_one(sample, dtype, None)
-    else:
-        data = _encode_one(sample, dtype, Base(_pieces(base, starts), base.dtype))
+    if base is not None:
+        base = Base(_pieces(base, starts), base.dtype)
+    data = _encode_one(sample, dtype, base, verify=False)
     fixed = head_length(data)
     return fixed + (len(data) - fixed) * len(view) / len(sample)
 

@@ -109,15 +109,17 @@ def decode_blocks(
     _codec.decode_blocks(head, encoded.encoded_length, first, count, payload, out, base)
 
 
-def decode(data: Buffer, base: Buffer | None = None) -> bytearray:
+def decode(data: Buffer, base: Buffer | None = None) -> bytes:
     """Decode a whole encoded object; `base`: all raw bytes of the base of a delta. Raises CorruptError, UsageError."""
     view = memoryview(data).cast("B")
     length = head_length(view[:PREFIX_BYTES])
     encoded = parse(view[:length], len(view))
-    out = bytearray(encoded.raw_length)
     base_bytes = None
-    if encoded.is_delta and base is not None:
+    if encoded.is_delta:
+        if base is None:
+            raise UsageError("a delta cannot be decoded without the bytes of its base")
         start, size = encoded.base_range(0, encoded.blocks)
         base_bytes = memoryview(base).cast("B")[start : start + size]
-    decode_blocks(encoded, view[:length], 0, encoded.blocks, view[length:], out, base_bytes)
-    return out
+    return _codec.decode_bytes(
+        view[:length], len(view), 0, encoded.blocks, view[length:], encoded.raw_length, base_bytes
+    )

@@ -67,33 +67,66 @@ static unsigned find_exponent_top(mc_scratch *scratch, const mc_head *head, cons
     return top;
 }
 
-/* Models for all planes, from all blocks. */
-static void fit_models(mc_scratch *scratch, const mc_head *head, const mc_request *request)
+/*
+ * Models for all planes, from all blocks. What the first look at a block told waits in its place of the block table
+ * until the block is encoded.
+ */
+static void fit_models(mc_scratch *scratch, const mc_head *head, const mc_request *request, u8 *entry)
 {
     const unsigned width = mc_plane_count(head);
     memset(scratch->counts, 0, width * sizeof scratch->counts[0]);
-    for (u64 block = 0; block < head->blocks; block++)
-        mc_block_count(scratch, head, request->raw + block * head->block_bytes, mc_raw_bytes(head, block),
-                       base_of(scratch, head, request, block));
-    for (unsigned k = 0; k < width; k++) {
-        mc_model_fit(&scratch->models.plane[k], scratch->counts[k]);
-        mc_encoder_build(&scratch->encoders[k], &scratch->models.plane[k]);
+    for (u64 block = 0; block < head->blocks; block++, entry += MC_ENTRY_BYTES) {
+        const u8 *raw = request->raw + block * head->block_bytes, *base = base_of(scratch, head, request, block);
+        mc_plane_kinds kinds = mc_block_count(scratch, head, raw, mc_raw_bytes(head, block), base);
+        entry[0] = kinds.constant;
+        entry[1] = kinds.noise;
     }
+    for (unsigned k = 0; k < width; k++)
+        mc_model_fit(&scratch->models.plane[k], scratch->counts[k]);
 }
 
-/* Encode all blocks to `at`, with their entries in the block table; returns the end. */
-static u8 *encode_blocks(mc_scratch *scratch, const mc_head *head, const mc_request *request, u8 *entry, u8 *at,
+static int verify_block(mc_scratch *scratch, const mc_head *head, const u8 *encoded, size_t length, const u8 *base,
+                        const u8 *raw, size_t raw_bytes)
+{
+    int status = mc_block_decode(scratch, head, encoded, length, base, scratch->decoded, raw_bytes);
+    return status ? status : memcmp(scratch->decoded, raw, raw_bytes) ? MC_E_VERIFY : MC_OK;
+}
+
+/* Encode all blocks to *at, which moves to their end, and fill in their entries of the block table. */
+static int encode_blocks(mc_scratch *scratch, const mc_head *head, const mc_request *request, u8 *entry, u8 **at,
                          unsigned *used)
 {
-    for (u64 block = 0; block < head->blocks; block++, entry += MC_ENTRY_BYTES) {
-        const u8 *raw = request->raw + block * head->block_bytes;
+    int status = MC_OK;
+    for (u64 block = 0; block < head->blocks && !status; block++, entry += MC_ENTRY_BYTES) {
+        const u8 *raw = request->raw + block * head->block_bytes, *base = base_of(scratch, head, request, block);
+        const mc_plane_kinds kinds = {entry[0], entry[1]};
         size_t raw_bytes = mc_raw_bytes(head, block);
-        size_t encoded = mc_block_encode(scratch, head, raw, raw_bytes, base_of(scratch, head, request, block), at, used);
+        size_t encoded = mc_block_encode(scratch, head, raw, raw_bytes, base, kinds, *at, used);
         mc_put32(entry, (u32)encoded);
         mc_put64(entry + 4, mc_xxh3(raw, raw_bytes));
-        at += encoded;
+        if (request->verify)
+            status = verify_block(scratch, head, *at, encoded, base, raw, raw_bytes);
+        *at += encoded;
     }
-    return at;
+    return status;
+}
+
+/* What the blocks are coded with is what was read back from the stored models, so that verifying them covers these. */
+static int read_back(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length)
+{
+    int status = mc_read_shared(scratch, head, shared, length);
+    for (unsigned k = 0; k < mc_plane_count(head) && !status; k++)
+        mc_encoder_build(&scratch->encoders[k], &scratch->models.plane[k]);
+    return status;
+}
+
+/* Store the models again without those that lost in every block; returns the end of them. */
+static u8 *drop_models(mc_scratch *scratch, unsigned width, unsigned used, u8 *shared)
+{
+    for (unsigned k = 0; k < width; k++)
+        if (!(used >> k & 1))
+            scratch->models.plane[k].tables = 0;
+    return mc_models_write(&scratch->models, width, shared);
 }
 
 int mc_encode(mc_scratch *scratch, const mc_request *request, u8 *out, size_t *length)
@@ -109,66 +142,20 @@ int mc_encode(mc_scratch *scratch, const mc_request *request, u8 *out, size_t *l
     if (split) {
         if (head.transform == MC_DELTA && mc_dtype(head.dtype)->exponent_mask)
             scratch->models.exponent_top = find_exponent_top(scratch, &head, request);
-        fit_models(scratch, &head, request);
+        fit_models(scratch, &head, request, entries);
         payload = mc_models_write(&scratch->models, width, shared);
+        if ((status = read_back(scratch, &head, shared, (size_t)(payload - shared))))
+            return status;
     }
     unsigned used = 0;
-    u8 *end = encode_blocks(scratch, &head, request, entries, payload, &used), *wanted = payload;
-    if (split) {
-        /* A model that lost in every block is not stored. */
-        for (unsigned k = 0; k < width; k++)
-            if (!(used >> k & 1))
-                scratch->models.plane[k].tables = 0;
-        wanted = mc_models_write(&scratch->models, width, shared);
-        if (wanted != payload)
-            memmove(wanted, payload, (size_t)(end - payload));
-    }
-    head.head_length = (u64)(wanted - out);
+    u8 *end = payload;
+    if ((status = encode_blocks(scratch, &head, request, entries, &end, &used)))
+        return status;
+    u8 *begin = split ? drop_models(scratch, width, used, shared) : payload;
+    if (begin != payload)
+        memmove(begin, payload, (size_t)(end - payload));
+    *length = (size_t)(begin - out) + (size_t)(end - payload);
+    head.head_length = (u64)(begin - out);
     mc_head_write(&head, out);
-    *length = (size_t)(wanted - out) + (size_t)(end - payload);
-    return MC_OK;
-}
-
-static int read_models(mc_scratch *scratch, const mc_head *head)
-{
-    const unsigned width = mc_plane_count(head);
-    if (head->transform == MC_BYTES)
-        return head->shared_length ? MC_E_TABLE : MC_OK;
-    int status = mc_models_read(&scratch->models, width, head->shared, head->shared_length);
-    for (unsigned k = 0; k < width && !status; k++)
-        mc_decoder_build(&scratch->decoders[k], &scratch->models.plane[k]);
-    return status;
-}
-
-int mc_decode(mc_scratch *scratch, const mc_decode_request *request, u64 *block)
-{
-    mc_head head;
-    *block = request->first;
-    int status = mc_head_parse(&head, request->head, request->head_length, request->encoded_length);
-    if (status)
-        return status;
-    if (request->first > head.blocks || request->count > head.blocks - request->first)
-        return MC_E_RANGE;
-    const unsigned width = mc_plane_count(&head);
-    if ((status = read_models(scratch, &head)))
-        return status;
-    const u8 *at = request->payload, *end = at + request->payload_length;
-    u8 *out = request->out, *out_end = out + request->out_length;
-    for (u64 i = 0; i < request->count; i++) {
-        *block = request->first + i;
-        size_t raw_bytes = mc_raw_bytes(&head, *block), length = mc_entry_length(&head, *block);
-        if ((size_t)(end - at) < length || (size_t)(out_end - out) < raw_bytes)
-            return MC_E_USAGE;
-        const u8 *base = NULL;
-        if (head.transform == MC_DELTA)
-            base = mc_block_base(scratch, &head, &request->base, i * MC_BLOCK_ELEMENTS, raw_bytes / width);
-        status = mc_block_decode(scratch, &head, at, length, base, out, raw_bytes);
-        if (status)
-            return status;
-        if (mc_xxh3(out, raw_bytes) != mc_entry_check(&head, *block))
-            return MC_E_BLOCK_CHECK;
-        at += length;
-        out += raw_bytes;
-    }
-    return at == end && out == out_end ? MC_OK : MC_E_USAGE;
+    return mc_head_parse(&head, out, *length, *length);
 }

@@ -1,0 +1,51 @@
+#include "mc_object.h"
+
+int mc_read_shared(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length)
+{
+    const unsigned width = mc_plane_count(head);
+    if (head->transform == MC_BYTES)
+        return length ? MC_E_TABLE : MC_OK;
+    int status = mc_models_read(&scratch->models, width, shared, length);
+    for (unsigned k = 0; k < width && !status; k++)
+        mc_decoder_build(&scratch->decoders[k], &scratch->models.plane[k]);
+    return status;
+}
+
+/* Decode one block; the base begins `skipped` elements before the block's own range. */
+static int decode_block(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *encoded, const mc_base_bytes *base,
+                        u64 skipped, u8 *out)
+{
+    size_t raw_bytes = mc_raw_bytes(head, block);
+    const u8 *elements = NULL;
+    if (head->transform == MC_DELTA)
+        elements = mc_block_base(scratch, head, base, skipped, raw_bytes / mc_plane_count(head));
+    return mc_block_decode(scratch, head, encoded, mc_entry_length(head, block), elements, out, raw_bytes);
+}
+
+int mc_decode(mc_scratch *scratch, const mc_decode_request *request, u64 *block)
+{
+    mc_head head;
+    *block = request->first;
+    int status = mc_head_parse(&head, request->head, request->head_length, request->encoded_length);
+    if (status)
+        return status;
+    if (request->first > head.blocks || request->count > head.blocks - request->first)
+        return MC_E_RANGE;
+    if ((status = mc_read_shared(scratch, &head, head.shared, head.shared_length)))
+        return status;
+    const u8 *at = request->payload, *end = at + request->payload_length;
+    u8 *out = request->out, *out_end = out + request->out_length;
+    for (u64 i = 0; i < request->count; i++) {
+        *block = request->first + i;
+        size_t raw_bytes = mc_raw_bytes(&head, *block), length = mc_entry_length(&head, *block);
+        if ((size_t)(end - at) < length || (size_t)(out_end - out) < raw_bytes)
+            return MC_E_USAGE;
+        if ((status = decode_block(scratch, &head, *block, at, &request->base, i * MC_BLOCK_ELEMENTS, out)))
+            return status;
+        if (mc_xxh3(out, raw_bytes) != mc_entry_check(&head, *block))
+            return MC_E_BLOCK_CHECK;
+        at += length;
+        out += raw_bytes;
+    }
+    return at == end && out == out_end ? MC_OK : MC_E_USAGE;
+}
