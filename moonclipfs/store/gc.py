@@ -170,6 +170,7 @@ class _Run:
     def _cycle(self, first: bool) -> bool:
         """Condemn some packs, after copying what is needed of them; False when there are none."""
         young = self._young_ns()
+        self._store.names()
         with self._lease.hold(self._store.log.names.sequence):
             self._survey.mark()
             table = self._survey.footers.table()
