@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from moonclipfs import limits
-from moonclipfs.codec.chunk import Chunker
+from moonclipfs import _codec, limits
 from moonclipfs.errors import LimitError
 from moonclipfs.formats.layout import Layout, Region, RegionKind
 from moonclipfs.types import DType, Source
 
 _READ_BYTES = 1 * limits.MIB
+_CHUNK_LEAST = 64
+"""The shortest chunks that the chunker can cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class CutRules:
         if self.object_elements % 8 or self.object_bytes < 16 * 8:
             # Eight elements of any type fill whole bytes, and an object holds at least as many of the widest.
             raise LimitError("cut rules: object_elements must be a multiple of 8, object_bytes at least 128")
+        if not _CHUNK_LEAST <= self.chunk_min <= self.chunk_average <= self.chunk_max:
+            raise LimitError(f"cut rules: chunk_min, chunk_average and chunk_max must rise, from {_CHUNK_LEAST} on")
         if max(self.chunk_max, self.small_region_bytes) > self.object_bytes:
             raise LimitError("cut rules: chunk_max and small_region_bytes may not exceed object_bytes")
 
@@ -119,8 +122,13 @@ def _slices(region: Region, rules: CutRules) -> tuple[int, tuple[int, ...]]:
 
 
 def _cut_by_content(source: Source, region: Region, rules: CutRules) -> Iterator[Piece]:
-    """Cut bytes of unknown structure where their content says, so that an insertion moves few cuts."""
-    chunker = Chunker(rules.chunk_min, rules.chunk_average, rules.chunk_max)
+    """Cut bytes of unknown structure where their content says, so that an insertion moves few cuts.
+
+    A gear hash h = (h << 1) + gear[byte] runs over the bytes of a chunk from `chunk_min` on; the chunk ends after the
+    byte at which the highest log2(`chunk_average`) + 2 bits of h (from `chunk_average` on: - 2) are zero, and at
+    `chunk_max`. `gear` is the first 256 outputs of splitmix64 from the seed 0.
+    """
+    chunker = _codec.Chunker(rules.chunk_min, rules.chunk_average, rules.chunk_max)
     start, index = region.offset, 0
     for at in range(region.offset, region.end, _READ_BYTES):
         size = min(_READ_BYTES, region.end - at)

@@ -146,6 +146,7 @@ def test_a_longer_header_moves_no_cut_of_a_tensor() -> None:
 @pytest.mark.parametrize(
     "rules",
     [{"object_bytes": 0}, {"object_elements": 12}, {"object_elements": -8}, {"slice_bytes": 0}, {"chunk_min": -1},
+     {"chunk_min": 63}, {"chunk_average": 1000},
      {"object_bytes": 64}, {"chunk_max": 1 << 30}, {"small_region_bytes": 1 << 30}, {"small_region_bytes": 0}],
 )  # fmt: skip
 def test_rules_that_cannot_cut_are_refused(rules: dict[str, int]) -> None:
