@@ -52,7 +52,7 @@ class CacheDatabase:
                     return work(self._open())
                 except sqlite3.ProgrammingError:
                     raise
-                except sqlite3.DatabaseError as error:
+                except (sqlite3.Error, UnicodeDecodeError) as error:  # a damaged schema may be quoted in a message
                     self._recover(error)
                     failure = error
             raise BackendError(f"the index {self.path or 'in memory'} fails again and again: {failure}")
@@ -115,7 +115,7 @@ class CacheDatabase:
             found = rows.fetchone()
         return None if found is None else (found[0], found[1])
 
-    def _recover(self, error: sqlite3.DatabaseError) -> None:
+    def _recover(self, error: Exception) -> None:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
         if code in _BUSY:
             raise BusyError(f"another process holds the index {self.path}: {error}") from error

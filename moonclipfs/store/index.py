@@ -123,12 +123,17 @@ class Index:
         Raises MissingObjectError when no pack holds it.
         """
 
-        def work(connection: sqlite3.Connection) -> list[Location]:
+        def again(connection: sqlite3.Connection) -> list[Location]:
             self._drop(connection, [location.pack])
             self._sync(connection)
             return self._candidates(connection, {location.object_id}).get(location.object_id, [])
 
-        found = self._database.run(work) or [self.locate(location.object_id)]
+        found = self._database.run(again)
+        if location in found and not self._in_footer(location):
+            log.info("the index contradicts the footer of pack %s: it is made anew", location.pack)
+            self.rebuild()
+            found = self._database.run(again)
+        found = found or [self.locate(location.object_id)]
         return next((other for other in found if other != location), None)
 
     def by_label(self, label: int, limit: int = 8) -> list[Location]:
@@ -180,6 +185,11 @@ class Index:
     def close(self) -> None:
         """Close the file; the next use opens it again."""
         self._database.close()
+
+    def _in_footer(self, location: Location) -> bool:
+        read = self._read_entries(location.pack)
+        rows = read[0][read[0]["offset"] == location.offset] if read is not None else ()
+        return any(Location.from_entry(location.pack, row.tobytes()) == location for row in rows)
 
     # Queries
 

@@ -256,13 +256,13 @@ class PackReader:
         if offset:
             return _exactly(value, location.offset + offset, length, location)
         start = location.offset - packfile.RECORD_BYTES
-        if length <= _WHOLE_BYTES:
-            both = _exactly(value, start, packfile.RECORD_BYTES + length, location)
-            header, data = both[: packfile.RECORD_BYTES], both[packfile.RECORD_BYTES :]
-        else:
-            header = _exactly(value, start, packfile.RECORD_BYTES, location)
-            data = _exactly(value, location.offset, length, location)
-        _check_record(location, header, data)
+        # Long bytes are read after the header was checked: their length comes from an index that may be wrong.
+        more = length if length <= _WHOLE_BYTES else 0
+        both = _exactly(value, start, packfile.RECORD_BYTES + more, location)
+        check = _check_header(location, both[: packfile.RECORD_BYTES])
+        data = both[packfile.RECORD_BYTES :] if more else _exactly(value, location.offset, length, location)
+        if length == location.encoded_length and packfile.check_of(data) != check:
+            raise CorruptError(f"{location}: its encoded bytes do not pass their check")
         return data
 
     def entries(self, pack: str) -> NDArray[np.void]:
@@ -327,21 +327,23 @@ class PackReader:
 
 
 def _exactly(value: Value, offset: int, length: int, location: Location) -> bytes:
+    if not 0 <= offset <= offset + length <= value.size():
+        raise CorruptError(f"{location}: the pack has {value.size()} bytes, and {length} at {offset} are wanted")
     data = value.read(offset, length)
     if len(data) != length:
-        raise CorruptError(f"{location}: the pack ends after {value.size()} bytes")
+        raise CorruptError(f"{location}: the pack was cut off at byte {offset + len(data)}")
     return data
 
 
-def _check_record(location: Location, header: bytes, data: bytes) -> None:
+def _check_header(location: Location, header: bytes) -> int:
+    """Compare a record header with a location; return the entry's `check`."""
     try:
         entry = packfile.parse_record_header(header)
     except CorruptError as error:
         raise CorruptError(f"{location}: {error}") from error
     if Location.from_entry(location.pack, entry.tobytes()) != location:
         raise CorruptError(f"{location}: the record there is another one")
-    if len(data) == location.encoded_length and packfile.check_of(data) != int(entry["check"][0]):
-        raise CorruptError(f"{location}: its encoded bytes do not pass their check")
+    return int(entry["check"][0])
 
 
 def _record_at(value: Value, at: int, size: int) -> NDArray[np.void] | None:
