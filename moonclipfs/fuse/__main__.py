@@ -26,17 +26,17 @@ def main() -> None:
 
     def report(message: Mapping[str, Any]) -> None:
         os.write(report_fd, json.dumps(message).encode())
-        os.close(report_fd)
 
     def ready() -> None:
         report({"ready": os.getpid()})
+        os.close(report_fd)  # who waits goes on now; after an error, only when this process has ended
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # whoever started this has read what was said until here
 
     options = MountOptions(**request["options"])
     try:
-        set_up_log(options.log, request["mountpoint"], background=True)
+        set_up_log(options.log, request["place"], background=True)
         os.chdir("/")
-        serve(request["store"], request["mountpoint"], options, ready)
+        serve(request["store"], request["place"], options, ready)
     except MoonclipError as error:
         report({"error": type(error).__name__, "message": str(error)})
         sys.exit(error.exit_code)

@@ -59,6 +59,11 @@ class ControlServer:
         before = os.umask(0o177)
         try:
             self._socket.bind(str(path))
+        except OSError as error:
+            self._socket.close()
+            raise MountError(
+                f"cannot listen at {path} ({error}): let XDG_RUNTIME_DIR be a short, writable path"
+            ) from error
         finally:
             os.umask(before)
         self._socket.listen(limits.CONTROL_CLIENTS)

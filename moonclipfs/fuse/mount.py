@@ -15,7 +15,7 @@ from moonclipfs.errors import BusyError, MountError, NotFoundError
 from moonclipfs.fuse.control import server_pid
 from moonclipfs.fuse.holders import find_holders
 from moonclipfs.fuse.mounts import Mount, find_mounts, mount_at, real_place
-from moonclipfs.fuse.prepare import MountOptions, detach
+from moonclipfs.fuse.prepare import MountOptions, detach, prepare
 
 __all__ = ["Mount", "MountOptions", "find_mounts", "mount", "unmount"]
 
@@ -31,7 +31,8 @@ def mount(
     UsageError: nothing is mounted then, and no process left.
     """
     options = options or MountOptions()
-    store, place = os.path.abspath(store_path), os.path.abspath(mountpoint)
+    store = os.path.abspath(store_path)
+    place = prepare(store, os.fspath(mountpoint), options)
     if not options.foreground:
         return _mount_in_background(store, place, options)
 
@@ -62,7 +63,7 @@ def unmount(mountpoint: str | os.PathLike[str], *, lazy: bool = False) -> None:
 
 def _mount_in_background(store: str, place: str, options: MountOptions) -> int:
     reading, writing = os.pipe()
-    request = {"store": store, "mountpoint": place, "options": asdict(options), "report_fd": writing}
+    request = {"store": store, "place": place, "options": asdict(options), "report_fd": writing}
     with open(reading, "rb") as reports, tempfile.TemporaryFile() as said:
         try:
             subprocess.run(

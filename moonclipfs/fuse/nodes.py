@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 from moonclipfs import limits
@@ -23,6 +23,8 @@ class NodeTable:
 
     def __init__(self, root: Node) -> None:
         self._known = {ROOT_INODE: _Known(root)}
+        self._moved: dict[tuple[object, ...], int] = {}
+        """Numbers of the nodes whose own number another one had: next to none, ever."""
 
     def __getitem__(self, inode: int) -> Node:
         """The node of an inode number that the kernel was told. Raises KeyError."""
@@ -39,6 +41,8 @@ class NodeTable:
             if len(self._known) >= limits.NODES:
                 raise LimitError(f"{node.place}: the kernel knows {limits.NODES} names already")
             known = self._known[inode] = _Known(node)
+            if inode != node.inode:
+                self._moved[node.identity] = inode
         known.node = node
         known.count += 1
         return inode
@@ -56,17 +60,25 @@ class NodeTable:
         known.count -= count
         if known.count <= 0:
             del self._known[inode]
+            self._moved.pop(known.node.identity, None)
 
-    def oldest(self, count: int) -> Iterable[Node]:
-        """Nodes that the kernel has known for the longest time."""
-        return [known.node for known in islice(self._known.values(), 1, count + 1)]
+    def oldest(self, count: int) -> list[Node]:
+        """Of the `count` nodes that the kernel has known for the longest time, those to give up first.
+
+        A directory is among them only if there is no file: the kernel would forget all that it knows below it.
+        """
+        nodes = [known.node for known in islice(self._known.values(), 1, count + 1)]
+        return [node for node in nodes if not node.is_directory] or nodes
 
     def _place(self, node: Node) -> int:
-        """The number of a node: its own, or the next one after it that no other file has."""
+        """The number of a node: its own, or another that no other file has."""
         identity = node.identity
+        moved = self._moved.get(identity)
+        if moved is not None:
+            return moved
         for inode in _candidates(node):
             known = self._known.get(inode)
-            if known is None or inode == ROOT_INODE or known.node.identity == identity:
+            if known is None or known.node.identity == identity:
                 return inode
         raise LimitError(f"{node.place}: no free inode number")
 

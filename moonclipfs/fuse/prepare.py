@@ -22,6 +22,7 @@ from moonclipfs.errors import (
     UsageError,
 )
 from moonclipfs.fuse.mounts import Mount, mount_at, real_place
+from moonclipfs.store.backend import os_errors
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,21 @@ class MountOptions:
     allow_other: bool = False
     show_virtual: bool = False
     cache_bytes: int = limits.BLOCK_CACHE_BYTES
+
+
+def prepare(store: str, mountpoint: str, options: MountOptions) -> str:
+    """Check everything that can be known before a mount is made; return the real path of its mountpoint.
+
+    Raises the errors of the checks below.
+    """
+    place = check_mountpoint(store, mountpoint)
+    if options.allow_other:
+        check_allow_other(store)
+    if options.log is not None:
+        with os_errors(f"write the log {options.log}"), open(options.log, "a"):
+            pass
+    check_device()
+    return place
 
 
 def check_device(path: str = "/dev/fuse") -> None:
@@ -85,7 +101,10 @@ def check_mountpoint(store: str, mountpoint: str) -> str:
 
 def check_allow_other(store: str) -> None:
     """Raise PermissionDeniedError when a mount for all users would be refused, or would protect nothing."""
-    mode = os.stat(store).st_mode
+    try:
+        mode = os.stat(store).st_mode
+    except OSError as error:
+        raise NotFoundError(f"cannot look at the store {store}: {error.strerror}") from error
     if mode & 0o007:
         raise PermissionDeniedError(
             f"--allow-other: others can get at {store} itself (mode {stat.S_IMODE(mode):04o}), past the modes of the "
@@ -115,9 +134,7 @@ def _check_mount_in_the_way(mount: Mount) -> None:
     state = _answer_of(mount.mountpoint)
     if state == errno.ENOTCONN:
         if not mount.is_ours:
-            raise MountError(
-                f"a dead mount of type {mount.type} ({mount.source}) is at {mount.mountpoint}: unmount it first"
-            )
+            raise MountError(f"a dead mount ({mount.type}, {mount.source}) is at {mount.mountpoint}: unmount it first")
         result = detach(mount.mountpoint, lazy=True)
         if result.returncode:
             raise MountError(f"a dead mount is at {mount.mountpoint}, and cannot be cleared: {result.stderr.strip()}")

@@ -75,7 +75,7 @@ class Reads:
 
     async def _decode_ahead(self) -> None:
         async for handle, offset, length in self._queue:
-            if not handle.users or handle.reader.cached(offset, 1) is not None:
+            if not handle.users:
                 continue
             self.prefetches += 1
             try:

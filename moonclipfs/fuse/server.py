@@ -21,13 +21,7 @@ from moonclipfs.errors import FuseUnavailableError
 from moonclipfs.fuse.control import ControlServer, runtime_path
 from moonclipfs.fuse.mounts import FILE_SYSTEM, mount_at, mount_source
 from moonclipfs.fuse.operations import Operations
-from moonclipfs.fuse.prepare import (
-    NO_FUSE_HINT,
-    MountOptions,
-    check_allow_other,
-    check_device,
-    check_mountpoint,
-)
+from moonclipfs.fuse.prepare import NO_FUSE_HINT, MountOptions
 from moonclipfs.fuse.reading import Reads
 from moonclipfs.fuse.refresh import Refresher
 from moonclipfs.layers.holds import Holds
@@ -43,15 +37,11 @@ _SWITCH_SECONDS = 0.0005
 """A decoding thread lets the event loop go on this soon; Python's own 5 ms would be felt in every request."""
 
 
-def serve(store_path: str, mountpoint: str, options: MountOptions, ready: Callable[[], None]) -> int:
-    """Mount a store and serve it until it is unmounted or told to stop; `ready` is called once the mount answers.
+def serve(store_path: str, place: str, options: MountOptions, ready: Callable[[], None]) -> int:
+    """Mount a store at a place that `prepare` found fit, and serve it until it is unmounted or told to stop.
 
-    Returns 0. Raises the errors of `prepare`, FuseUnavailableError, and those of opening a store.
+    `ready` is called once the mount answers. Returns 0. Raises FuseUnavailableError and the errors of `Store.open`.
     """
-    place = check_mountpoint(store_path, mountpoint)
-    if options.allow_other:
-        check_allow_other(store_path)
-    check_device()
     socket_path = runtime_path(place, "sock")
     purpose = f"mount, control socket {socket_path}, at {place}"[:_PURPOSE_CHARACTERS]
     with Store.open(store_path, purpose=purpose, cache_bytes=options.cache_bytes) as store:
@@ -124,14 +114,14 @@ class _Server:
         }
 
 
-def set_up_log(path: str | None, mountpoint: str, *, background: bool) -> None:
+def set_up_log(path: str | None, place: str, *, background: bool) -> None:
     """Send log lines to a file of bounded size, or to stderr in the foreground."""
     handler: logging.Handler
     if path is None and not background:
         handler = logging.StreamHandler()
     else:
-        name = path or str(runtime_path(os.path.realpath(mountpoint), "log"))
-        handler = logging.handlers.RotatingFileHandler(name, maxBytes=limits.MOUNT_LOG_BYTES, backupCount=1)
+        name = path or str(runtime_path(place, "log"))
+        handler = logging.handlers.RotatingFileHandler(name, maxBytes=limits.MOUNT_LOG_BYTES, backupCount=1, delay=True)
     logging.basicConfig(
         level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

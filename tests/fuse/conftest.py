@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,8 @@ def mounter(fuse: None, tmp_path: Path) -> Iterator[Mounter]:
 
     def make(store: Path, at: Path | None = None, **options: Any) -> Mounted:
         place = at or tmp_path / "mnt"
-        place.mkdir(exist_ok=True)
+        if mount_at(str(place)) is None:
+            place.mkdir(exist_ok=True)
         log = tmp_path / f"{place.name}.log"
         assert mount(store, place, MountOptions(log=str(log), **options)) == 0
         pid = server_pid(str(place))
@@ -70,6 +73,36 @@ def mounter(fuse: None, tmp_path: Path) -> Iterator[Mounter]:
     yield make
     for one in mounted:
         clear(one)
+
+
+PATCHED_SERVER = """
+import sys
+sys.path.insert(0, sys.argv[4])
+{patch}
+from moonclipfs.fuse.prepare import MountOptions
+from moonclipfs.fuse.server import serve
+serve(sys.argv[1], sys.argv[2], MountOptions(foreground=True), lambda: open(sys.argv[3], "w").close())
+"""
+
+
+@contextmanager
+def patched_server(store: Path, place: Path, patch: str) -> Iterator[Mounted]:
+    """Mount with a server that runs the Python code `patch` first; it has to end well when told to stop."""
+    place.mkdir(exist_ok=True)
+    ready = place.parent / "ready"
+    code = PATCHED_SERVER.format(patch=patch)
+    root = Path(__file__).parents[2]
+    server = subprocess.Popen([sys.executable, "-c", code, store, place, ready, root])
+    try:
+        eventually(ready.exists)
+        yield Mounted(store, place, place.parent / "none", server.pid)
+        server.terminate()
+        assert server.wait(10) == 0
+    finally:
+        server.kill()
+        server.wait()
+        if mount_at(str(place)) is not None:
+            subprocess.run(["fusermount3", "-uz", place], check=False)
 
 
 def clear(mounted: Mounted) -> None:
@@ -90,10 +123,10 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def drop_caches() -> None:
-    """Make the kernel forget cached pages, names and inodes."""
+def drop_names() -> None:
+    """Make the kernel forget names and inodes that nobody uses."""
     try:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
+        Path("/proc/sys/vm/drop_caches").write_text("2")
     except OSError as error:
         pytest.skip(f"the kernel's caches cannot be dropped: {error.strerror}")
 

@@ -242,13 +242,13 @@ def test_computed_attributes_say_where_a_file_comes_from(store: Store) -> None:
     assert 5000 < int(tree.xattr(node, b"user.moonclip.stored_size")) < 6000
     assert tree.xattr(at(tree, "run/a/d"), b"user.moonclip.snapshot") == b"run/a"
     assert tree.xattr(at(tree, "run"), b"user.moonclip.store") == os.fsencode(store.path)
-    for node, name in (
+    for absent, name in (
         (node, b"user.none"),
         (at(tree, "run"), b"user.moonclip.snapshot"),
         (at(tree, "run/a/d"), b"user.moonclip.stored_size"),
     ):
         with pytest.raises(NotFoundError):
-            tree.xattr(node, name)
+            tree.xattr(absent, name)
     shown = Tree(store, show_virtual=True)
     assert b"user.moonclip.object" in shown.xattr_names(at(shown, "run/a/x"))
 

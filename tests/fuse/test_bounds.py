@@ -1,0 +1,103 @@
+"""What a mount holds is bounded, however much is asked of it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from moonclipfs.store.store import Store
+from tests.fuse.conftest import Mounted, Mounter, drop_names, eventually, patched_server
+from tests.layers.publish import publish
+
+MIB = 1 << 20
+DIRECTORIES = 50
+
+
+def resident(pid: int) -> int:
+    """Resident memory of a process in bytes."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1]) * 1024
+
+
+def many_files(count: int) -> Mapping[str, Mapping[str, bytes]]:
+    """`count` empty files in DIRECTORIES directories."""
+    each = count // DIRECTORIES
+    return {f"d{number:02d}": {f"file-{file:05d}": b"" for file in range(each)} for number in range(DIRECTORIES)}
+
+
+def stat_all(mounted: Mounted, count: int) -> None:
+    for number in range(DIRECTORIES):
+        with os.scandir(mounted.path / f"many/d{number:02d}") as entries:
+            assert sum(entry.stat(follow_symlinks=False).st_size == 0 for entry in entries) >= count // DIRECTORIES
+
+
+def check_nothing_stays(store: Store, mounter: Mounter, count: int, rounds: int) -> None:
+    publish(store, "many", many_files(count))
+    mounted = mounter(store.path)
+    sizes = []
+    for _ in range(rounds):
+        stat_all(mounted, count)
+        assert mounted.stats()["nodes"] > count
+        eventually(lambda: drop_names() or mounted.stats()["nodes"] <= 100, 30)
+        sizes.append(resident(mounted.pid))
+    assert sizes[-1] - sizes[0] < 20 * MIB
+
+
+def test_r085_a_few_forgotten_names_leave_nothing(store: Store, mounter: Mounter) -> None:
+    """What the kernel forgets, the server forgets too."""
+    check_nothing_stays(store, mounter, 2000, 3)
+
+
+@pytest.mark.slow
+def test_r085_forgotten_names_leave_nothing(store: Store, mounter: Mounter) -> None:
+    check_nothing_stays(store, mounter, 50_000, 5)
+
+
+def test_the_kernel_is_asked_to_forget(store: Store, tmp_path: Path, fuse: None) -> None:
+    """Names that the kernel keeps for long are taken back from it before they are too many."""
+    publish(store, "many", many_files(3000))
+    with patched_server(store.path, tmp_path / "mnt", "from moonclipfs import limits\nlimits.NODES = 4000") as mounted:
+        for _ in range(3):
+            stat_all(mounted, 3000)
+        eventually(lambda: mounted.stats()["nodes"] <= 1000, 20)
+        assert mounted.stats()["nodes"] > 500
+        stat_all(mounted, 100)
+
+
+def test_memory_stays_bounded_while_a_large_file_is_read(store: Store, mounter: Mounter) -> None:
+    """Reading costs the block cache and little more, whatever is read."""
+    part = os.urandom(MIB)
+    data = b"".join(bytes([number]) + part for number in range(64))
+    publish(store, "big", {"w.bin": data})
+    mounted = mounter(store.path, cache_bytes=8 * MIB)
+    before = resident(mounted.pid)
+
+    def read(seed: int) -> bool:
+        with open(mounted.path / "big/w.bin", "rb", buffering=0) as file:
+            file.seek(seed * 8 * MIB)
+            parts = b"".join(iter(lambda: file.read(4 * MIB), b""))
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return parts == data[seed * 8 * MIB :]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(8)))
+    assert resident(mounted.pid) - before < 80 * MIB
+    stats = mounted.stats()
+    assert (stats["in_work"], stats["waiting"]) == (0, 0)
+
+
+def test_many_open_files(store: Store, mounter: Mounter) -> None:
+    """Handles are given back when files are closed."""
+    publish(store, "many", {f"f{number}": str(number).encode() for number in range(500)})
+    mounted = mounter(store.path)
+    for _ in range(2):
+        files = [os.open(mounted.path / f"many/f{number}", os.O_RDONLY) for number in range(500)]
+        assert [os.read(file, 100) for file in files] == [str(number).encode() for number in range(500)]
+        assert mounted.stats()["handles"] == 500
+        for file in files:
+            os.close(file)
+        eventually(lambda: mounted.stats()["handles"] == 0)

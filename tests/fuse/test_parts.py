@@ -1,0 +1,210 @@
+"""The small parts of the fuse room: the table of nodes, streams, the list of mounts, the control socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonclipfs import limits
+from moonclipfs.errors import LimitError, MountError, NotFoundError, PermissionDeniedError
+from moonclipfs.fuse import mounts
+from moonclipfs.fuse.control import ask, runtime_directory, runtime_path, server_pid
+from moonclipfs.fuse.handles import FileHandle
+from moonclipfs.fuse.holders import find_holders
+from moonclipfs.fuse.mount import mount
+from moonclipfs.fuse.mounts import mount_at, mount_source
+from moonclipfs.fuse.nodes import NodeTable
+from moonclipfs.layers import tree
+from moonclipfs.layers.names import Area
+from moonclipfs.layers.tree import ROOT_INODE, Node
+from moonclipfs.store.filereader import FileReader
+from moonclipfs.store.store import Store
+from moonclipfs.types import Attributes, Entry, EntryType
+from tests.fuse.conftest import Mounted, eventually
+
+
+def node(path: str) -> Node:
+    return Node(Area.LIVE, path.encode(), Entry(b"", EntryType.DIRECTORY, Attributes(0o755)))
+
+
+def test_a_node_stays_until_it_is_forgotten_as_often_as_it_was_named() -> None:
+    table = NodeTable(node(""))
+    inode = table.remember(node("a"))
+    assert table.remember(node("a")) == inode
+    table.forget(inode, 1)
+    assert table[inode].path == b"a"
+    table.forget(inode, 1)
+    assert table.find(node("a")) is None
+    assert len(table) == 1
+    table.forget(inode, 1)
+    table.forget(ROOT_INODE, 99)
+    assert table[ROOT_INODE].path == b""
+
+
+def test_two_files_never_share_an_inode_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files whose inode numbers collide get different ones while both are known."""
+    monkeypatch.setattr(tree, "inode_number", lambda identity: 77)
+    table = NodeTable(node(""))
+    first, second = table.remember(node("a")), table.remember(node("b"))
+    assert first == 77
+    assert second != first
+    assert table.remember(node("b")) == second
+    assert (table[first].path, table[second].path) == (b"a", b"b")
+    table.forget(first, 1)
+    assert table[second].path == b"b"
+    assert table.find(node("b")) == second
+    table.forget(second, 2)
+    assert table.find(node("b")) is None
+    assert table.remember(node("b")) == 77
+
+
+def test_the_table_of_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NODES", 3)
+    table = NodeTable(node(""))
+    table.remember(node("a"))
+    table.remember(node("b"))
+    with pytest.raises(LimitError, match="knows 3 names"):
+        table.remember(node("c"))
+    assert table.remember(node("a"))
+    assert [known.path for known in table.oldest(5)] == [b"a", b"b"]
+
+
+class NoReader(FileReader):
+    """A reader that is not read."""
+
+    def __init__(self) -> None:
+        self.size = 1 << 40
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=40))
+def test_streams_are_told_apart(reads: list[tuple[int, int]]) -> None:
+    """Reads of several sequential readers, in any mixture, are each told as continuing their own."""
+    handle = FileHandle(node("f"), NoReader(), 1)
+    places = {reader: reader << 30 for reader in range(6)}
+    started = set()
+    for reader, size in reads:
+        stream = handle.follow(places[reader], size)
+        assert (stream is not None) == (reader in started or reader == 0)
+        started.add(reader)
+        places[reader] += size
+    assert len(handle.streams) <= limits.STREAMS
+
+
+def test_many_random_reads_keep_no_streams() -> None:
+    handle = FileHandle(node("f"), NoReader(), 1)
+    for number in range(1000):
+        assert handle.follow(1 + number * 100_000, 4096) is None
+    assert len(handle.streams) == limits.STREAMS
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1))
+def test_store_paths_survive_the_list_of_mounts(path: str) -> None:
+    source = mount_source("/" + path)
+    assert source.isascii()
+    assert not set(source) & set(", \\\n\t")
+    line = f"1 2 0:40 / /mnt rw - {mounts.FILE_SYSTEM} {source} rw"
+    parsed = mounts._parse(line)
+    assert parsed is not None
+    assert parsed.store == "/" + path
+
+
+def test_the_list_of_mounts_is_read() -> None:
+    line = r"36 35 0:45 / /mnt/a\040b\134c ro,nosuid shared:1 - fuse.moonclipfs /data/s%20t ro,user_id=0"
+    found = mounts._parse(line)
+    assert found == mounts.Mount(36, "0:45", "/mnt/a b\\c", "fuse.moonclipfs", "/data/s%20t")
+    assert found.is_ours
+    assert found.store == "/data/s t"
+    assert mounts._parse("garbage") is None
+    root = mount_at("/")
+    assert root is not None
+    assert not root.is_ours
+
+
+def test_holders_are_found_without_touching_the_mount(tmp_path: Path) -> None:
+    """Here for an ordinary mount: whoever holds a file, a map or its directory on it."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs takes root")
+    subprocess.run(["mount", "-t", "tmpfs", "none", tmp_path], check=True)
+    try:
+        found = mount_at(str(tmp_path))
+        assert found is not None
+        assert find_holders(found) == []
+        sleeper = subprocess.Popen(["sleep", "60"], cwd=tmp_path)
+        with open(tmp_path / "x", "w"):
+            holders = find_holders(found)
+        sleeper.kill()
+        sleeper.wait()
+        assert [(holder.pid, holder.path) for holder in holders] == sorted(
+            [(os.getpid(), str(tmp_path / "x")), (sleeper.pid, str(tmp_path))]
+        )
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def test_the_control_socket_answers_its_owner(small: Mounted) -> None:
+    """The control socket is of mode 0600, answers one JSON object a line, and survives nonsense."""
+    path = runtime_path(str(small.path), "sock")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert ask(str(small.path), "ping") == {"pid": small.pid, "store": str(small.store), "mountpoint": str(small.path)}
+    assert server_pid(str(small.path)) == small.pid
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        lines = client.makefile("rb")
+        for nonsense in (b"{}", b"nonsense", b'{"op": "rm"}', b"[1]", b'{"op": ["x"]}', b"\xff"):
+            client.sendall(nonsense + b"\n")
+            assert "ping" in json.loads(lines.readline())["error"]
+        client.sendall(b'{"op": "ping"}\n{"op": "pi')
+        assert json.loads(lines.readline())["pid"] == small.pid
+        client.sendall(b"x" * (limits.CONTROL_LINE_BYTES + 1))
+        try:
+            assert lines.readline() == b""
+        except ConnectionResetError:
+            pass
+        lines.close()
+    with pytest.raises(MountError, match="a request is"):
+        ask(str(small.path), "nonsense")
+    with pytest.raises(NotFoundError, match="no server of"):
+        ask(str(small.path) + "x", "ping")
+
+
+def test_more_clients_than_the_control_socket_serves_wait(small: Mounted) -> None:
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(limits.CONTROL_CLIENTS)]
+    for client in clients:
+        client.connect(str(runtime_path(str(small.path), "sock")))
+    for client in clients:
+        client.close()
+    eventually(lambda: ask(str(small.path), "ping")["pid"] == small.pid)
+
+
+def test_another_users_runtime_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets and logs lie in a directory of this user alone, never in one that another may have made."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert stat.S_IMODE(runtime_directory().stat().st_mode) == 0o700
+    (tmp_path / "moonclipfs").chmod(0o777)
+    with pytest.raises(PermissionDeniedError, match="yours alone"):
+        runtime_directory()
+    (tmp_path / "moonclipfs").rmdir()
+    os.symlink("/tmp", tmp_path / "moonclipfs")
+    with pytest.raises(PermissionDeniedError, match="yours alone"):
+        runtime_directory()
+    (tmp_path / "moonclipfs").unlink()
+    (tmp_path / "moonclipfs").write_bytes(b"")
+    with pytest.raises(PermissionDeniedError):
+        runtime_directory()
+
+
+def test_a_socket_path_that_is_too_long_is_told(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = tmp_path / ("x" * 100)
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    (tmp_path / "mnt").mkdir()
+    with pytest.raises(MountError, match="XDG_RUNTIME_DIR"):
+        mount(store.path, tmp_path / "mnt")
