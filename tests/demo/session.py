@@ -75,8 +75,8 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if came:
-        raise KeyboardInterrupt
+        if came:
+            raise KeyboardInterrupt
 
 
 def is_mounted(directory: Path) -> bool:

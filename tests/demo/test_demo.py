@@ -67,8 +67,16 @@ def test_the_demo_loads_everything_and_finds_it_equal(tmp_path: Path) -> None:
     wait_until_nothing_is_left(tmp_path / "demo")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("line", ["Training a small", "$ moonclipfs init", "$ moonclipfs mount", "loaded with"])
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("Training a small", signal.SIGINT),
+        ("$ moonclipfs add", signal.SIGINT),
+        ("$ moonclipfs mount", signal.SIGINT),
+        ("loaded with", signal.SIGINT),
+        ("loaded with", signal.SIGTERM),
+    ],
+)
 def test_an_interrupted_demo_leaves_no_mount_and_no_process(tmp_path: Path, line: str, number: int) -> None:
     if not CAN_MOUNT and line == "loaded with":
         pytest.skip("/dev/fuse cannot be opened, so nothing is mounted at this point")

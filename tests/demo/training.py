@@ -17,8 +17,9 @@ from tests.demo.gpt import GPT, batches, corpus, train
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes of the model and lengths of its training."""
+    """Sizes of the model and of its text, and lengths of its training."""
 
+    text_bytes: int
     layers: int
     width: int
     context: int
@@ -29,8 +30,12 @@ class Scale:
     """Of the pre-training; the fine-tune saves half as many."""
 
 
-FULL = Scale(layers=6, width=256, context=128, batch=4, pretrain_steps=300, tune_steps=60, checkpoints=6)
-QUICK = Scale(layers=2, width=64, context=32, batch=2, pretrain_steps=8, tune_steps=4, checkpoints=2)
+FULL = Scale(
+    text_bytes=16 << 20, layers=6, width=256, context=128, batch=4, pretrain_steps=300, tune_steps=60, checkpoints=6
+)
+QUICK = Scale(
+    text_bytes=1 << 20, layers=2, width=64, context=32, batch=2, pretrain_steps=8, tune_steps=4, checkpoints=2
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ def _save(
 def checkpoints(root: Path, scale: Scale) -> Iterator[Saved]:
     """Pre-train, then fine-tune with a frozen backbone; yields each checkpoint once it is saved."""
     torch.manual_seed(0)
-    text = corpus()
+    text = corpus(scale.text_bytes)
     half = len(text) // 2
     model = GPT(scale.layers, scale.width, scale.context)
     yield from _run(root, "pretrain", model, text[:half], 3e-4, scale.pretrain_steps, scale.checkpoints, scale)
