@@ -91,6 +91,7 @@ class Lease:
         self._seen = sequence
         self._holds: set[Hold] = set()
         self._count = 0
+        self._boot = _boot_id()
         self._written: tuple[int, int | None] | None = None
         self._stop = threading.Event()
 
@@ -99,10 +100,10 @@ class Lease:
         """Make a lease that has seen log record `sequence`; 0 is always safe. `purpose` tells others what this is.
 
         Raises PermissionDeniedError (ReadOnlyError) where the store's directory cannot be written, NoSpaceError,
-        LimitError for a purpose of more than 2048 bytes.
+        LimitError for a purpose of more than 2048 bytes of JSON.
         """
-        if len(purpose.encode(errors="surrogateescape")) > _PURPOSE_BYTES:
-            raise LimitError(f"the purpose of a lease is longer than {_PURPOSE_BYTES} bytes")
+        if len(json.dumps(purpose)) > _PURPOSE_BYTES:
+            raise LimitError(f"the purpose of a lease is longer than {_PURPOSE_BYTES} bytes of JSON")
         directory = Path(root) / "leases"
         mode = 0o660 if directory.is_dir() and directory.stat().st_mode & 0o020 else 0o600
         with os_errors(f"make a lease in {directory}"):
@@ -200,7 +201,7 @@ class Lease:
             "hold": hold,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "boot": _boot_id(),
+            "boot": self._boot,
             "purpose": self.purpose,
             "count": self._count,
         }
