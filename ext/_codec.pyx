@@ -69,7 +69,7 @@ cdef extern from "mc_object.h" nogil:
         mc_base_bytes base
         unsigned base_dtype
         uint64_t base_start
-        int verify
+        int models, verify
     size_t mc_encode_bound(const mc_request *request)
     int mc_encode(mc_scratch *scratch, const mc_request *request, uint8_t *out, size_t *length)
     ctypedef struct mc_decode_request:
@@ -184,7 +184,7 @@ def cast(const uint8_t[::1] data not None, unsigned dtype, unsigned to) -> bytes
 
 def encode(const uint8_t[::1] raw not None, unsigned dtype, unsigned transform,
            const uint8_t[::1] base=None, unsigned base_dtype=0, uint64_t base_start=0,
-           bint verify=True) -> bytes:
+           bint models=True, bint verify=True) -> bytes:
     cdef mc_request request
     request.raw = start(raw)
     request.raw_length = raw.shape[0]
@@ -194,6 +194,7 @@ def encode(const uint8_t[::1] raw not None, unsigned dtype, unsigned transform,
     request.base.length = 0 if base is None else base.shape[0]
     request.base_dtype = base_dtype
     request.base_start = base_start
+    request.models = models
     request.verify = verify
     cdef size_t bound = mc_encode_bound(&request), length = 0
     where = f"encoding {request.raw_length} bytes of type {dtype}"

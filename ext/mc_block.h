@@ -24,10 +24,27 @@ typedef struct {
 const u8 *mc_block_base(mc_scratch *scratch, const mc_head *head, const mc_base_bytes *base, u64 skipped, size_t n);
 
 /* Split the block into scratch->planes, and work out scratch->exponents when there is a base. */
-void mc_block_split(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t n, const u8 *base);
+void mc_block_split(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *raw, size_t n, const u8 *base);
 
-/* scratch->exponents of a block with this base, which may be NULL. */
-void mc_block_exponents(mc_scratch *scratch, const mc_head *head, size_t n, const u8 *base);
+/* Fill scratch->exponents: from the base, or, without one, with the block's class. */
+void mc_block_exponents(mc_scratch *scratch, const mc_head *head, u64 block, size_t n, const u8 *base);
+
+/*
+ * Without a base, the exponent class of all elements is where their block is in the object, in sixteenths, so that the
+ * parts of an object can have tables of their own.
+ */
+#define MC_BLOCK_CLASSES 16
+static inline unsigned mc_block_class(const mc_head *head, u64 block)
+{
+    return (unsigned)(block * MC_BLOCK_CLASSES / head->blocks);
+}
+
+/*
+ * The contexts of plane k as kernels want them: NULL when all symbols are of one table, which is then in *table. The
+ * plane above is complete already.
+ */
+const u8 *mc_model_contexts(mc_scratch *scratch, const mc_head *head, u64 block, unsigned k, const u8 *above, size_t n,
+                            unsigned *table);
 
 /* Does the plane look random, so that it is stored raw without another thought? Looks at a part of it. */
 int mc_plane_noise(const u8 *plane, size_t n);
@@ -42,20 +59,20 @@ typedef struct {
 } mc_plane_kinds;
 
 /* Look at the block's planes, and count the symbols of those that may be worth a model into scratch->counts. */
-mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base);
+mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *raw, const u8 *base);
 
 /*
  * Encode with the models in scratch->models. Returns the length; `out` has room for the raw bytes and MC_BLOCK_OVERHEAD
  * more. Sets bit k of *used when plane k took its model.
  */
-size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base,
+size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *raw, const u8 *base,
                        mc_plane_kinds kinds, u8 *out, unsigned *used);
 
-/* Read the models of an object into scratch->models and get them ready for decoding. */
+/* Read the models of an object, unpacked when the head says so, into scratch->models and get them ready for decoding. */
 int mc_read_shared(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length);
 
-/* Decode a whole block to its `raw_bytes`; does not look at the block's checksum. */
-int mc_block_decode(mc_scratch *scratch, const mc_head *head, const u8 *block, size_t length, const u8 *base, u8 *raw,
-                    size_t raw_bytes);
+/* Decode a whole block; does not look at its checksum. */
+int mc_block_decode(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *encoded, size_t length, const u8 *base,
+                    u8 *raw);
 
 #endif

@@ -65,12 +65,12 @@ static void count_in_context(mc_counts counts, const u8 *contexts, const u8 *sym
                 counts[level * MC_STATIC_CONTEXTS + context][0] += zeros[part][level][context];
 }
 
-mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base)
+mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *raw, const u8 *base)
 {
     const unsigned width = mc_plane_count(head);
-    const size_t n = raw_bytes / width;
+    const size_t n = mc_raw_bytes(head, block) / width;
     mc_plane_kinds kinds = {0, 0};
-    mc_block_split(scratch, head, raw, n, base);
+    mc_block_split(scratch, head, block, raw, n, base);
     for (unsigned k = 0; k < width; k++) {
         const u8 *plane = scratch->planes + k * MC_PLANE_STRIDE;
         if (mc_plane_constant(plane, n))
@@ -78,7 +78,7 @@ mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, const u8
         else if (mc_plane_noise(plane, n))
             kinds.noise |= (u8)(1u << k);
         else if (head->transform == MC_ROTATE)
-            count_plain(scratch->counts[k][0], plane, n);
+            count_plain(scratch->counts[k][mc_block_class(head, block)], plane, n);
         else
             count_in_context(scratch->counts[k], mc_plane_contexts(scratch, head, k, plane + MC_PLANE_STRIDE, n), plane, n);
     }

@@ -73,12 +73,12 @@ static int close_stream(const mc_reader *stream)
     return stream->at == stream->end ? MC_OK : MC_E_STREAM;
 }
 
-static int decode_rans(mc_scratch *scratch, const mc_head *head, unsigned k, const u8 *above, size_t n, mc_reader *stream,
-                       u8 *room)
+static int decode_rans(mc_scratch *scratch, const mc_head *head, u64 block, unsigned k, const u8 *above, size_t n,
+                       mc_reader *stream, u8 *room)
 {
-    const mc_model *model = &scratch->models.plane[k];
-    const u8 *contexts = model->tables > 1 ? mc_plane_contexts(scratch, head, k, above, n) : NULL;
-    return mc_kernels_now()->decode(room, n, contexts, model, &scratch->decoders[k], stream);
+    unsigned table;
+    const u8 *contexts = mc_model_contexts(scratch, head, block, k, above, n, &table);
+    return mc_kernels_now()->decode(room, n, contexts, table, &scratch->models.plane[k], &scratch->decoders[k], stream);
 }
 
 /* Read the heads of all planes and find their bytes, the tail and the stream, which fill the block exactly. */
@@ -114,12 +114,12 @@ static int decode_bytes(mc_scratch *scratch, const plane *p, u8 *raw, size_t n)
     return MC_OK;
 }
 
-int mc_block_decode(mc_scratch *scratch, const mc_head *head, const u8 *block, size_t length, const u8 *base, u8 *raw,
-                    size_t raw_bytes)
+int mc_block_decode(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *encoded, size_t length, const u8 *base,
+                    u8 *raw)
 {
     const unsigned width = mc_plane_count(head);
-    const size_t n = raw_bytes / width, tail_bytes = raw_bytes % width;
-    cursor c = {block, block + length};
+    const size_t raw_bytes = mc_raw_bytes(head, block), n = raw_bytes / width, tail_bytes = raw_bytes % width;
+    cursor c = {encoded, encoded + length};
     plane planes[MC_MAX_WIDTH];
     const u8 *bytes[MC_MAX_WIDTH], *tail;
     mc_reader stream = {.at = NULL, .end = NULL};
@@ -129,12 +129,12 @@ int mc_block_decode(mc_scratch *scratch, const mc_head *head, const u8 *block, s
     if (head->transform == MC_BYTES)
         return decode_bytes(scratch, &planes[0], raw, n);
 
-    mc_block_exponents(scratch, head, n, base);
+    mc_block_exponents(scratch, head, block, n, base);
     for (unsigned k = width; k-- > 0;) {
         u8 *room = scratch->planes + k * MC_PLANE_STRIDE;
         bytes[k] = planes[k].method == MC_RAW ? planes[k].bytes : room;
         if (planes[k].method == MC_RANS)
-            status = decode_rans(scratch, head, k, k + 1 < width ? bytes[k + 1] : NULL, n, &stream, room);
+            status = decode_rans(scratch, head, block, k, k + 1 < width ? bytes[k + 1] : NULL, n, &stream, room);
         else if (planes[k].method != MC_RAW)
             status = decode_bytes(scratch, &planes[k], room, n);
         if (status)

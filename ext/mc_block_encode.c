@@ -5,6 +5,7 @@
 typedef struct {
     mc_scratch *scratch;
     const mc_head *head;
+    u64 block;
     mc_plane_kinds kinds;
     mc_writer stream; /* grows downwards from the end of scratch->words */
     u8 *stream_end;
@@ -20,13 +21,12 @@ static size_t encode_rans(block_encoder *e, unsigned k, const u8 *plane, size_t 
     mc_scratch *scratch = e->scratch;
     const mc_model *model = &scratch->models.plane[k];
     const mc_kernels *kernels = mc_kernels_now();
-    const u8 *before = e->stream.at, *tables = NULL;
-    if (model->tables > 1) {
-        const u8 *contexts = mc_plane_contexts(scratch, e->head, k, plane + MC_PLANE_STRIDE, n);
+    const u8 *before = e->stream.at;
+    unsigned table;
+    const u8 *contexts = mc_model_contexts(scratch, e->head, e->block, k, plane + MC_PLANE_STRIDE, n, &table);
+    if (contexts)
         kernels->classify(scratch->tables, contexts, plane, n, model->map);
-        tables = scratch->tables;
-    }
-    kernels->encode(plane, n, tables, model->bits, &scratch->encoders[k], &e->stream);
+    kernels->encode(plane, n, contexts ? scratch->tables : NULL, table, model->bits, &scratch->encoders[k], &e->stream);
     return (size_t)(before - e->stream.at) + (e->streams ? 0 : MC_STATE_BYTES);
 }
 
@@ -128,18 +128,19 @@ static size_t encode_bytes(mc_scratch *scratch, const u8 *raw, size_t n, u8 *out
     return (size_t)(assemble(&e, 1, NULL, 0, out) - out);
 }
 
-size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t raw_bytes, const u8 *base,
+size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *raw, const u8 *base,
                        mc_plane_kinds kinds, u8 *out, unsigned *used)
 {
+    const size_t raw_bytes = mc_raw_bytes(head, block);
     if (head->transform == MC_BYTES)
         return encode_bytes(scratch, raw, raw_bytes, out);
     const unsigned width = mc_plane_count(head);
     const size_t n = raw_bytes / width;
-    block_encoder e = {.scratch = scratch, .head = head, .kinds = kinds};
+    block_encoder e = {.scratch = scratch, .head = head, .block = block, .kinds = kinds};
     e.stream_end = e.stream.at = scratch->words + sizeof scratch->words;
     for (int lane = 0; lane < MC_LANES; lane++)
         e.stream.state[lane] = MC_LOW;
-    mc_block_split(scratch, head, raw, n, base);
+    mc_block_split(scratch, head, block, raw, n, base);
     u8 *frames = scratch->frames;
     for (unsigned k = 0; k < width; k++)
         encode_plane(&e, k, n, &frames);

@@ -1,10 +1,15 @@
 #include "mc_object.h"
+#include "mc_zstd.h"
 
 int mc_read_shared(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length)
 {
     const unsigned width = mc_plane_count(head);
     if (head->transform == MC_BYTES)
         return length ? MC_E_TABLE : MC_OK;
+    if (head->packed) {
+        length = mc_zstd_unpack_some(scratch, scratch->shared, sizeof scratch->shared, shared, length);
+        shared = scratch->shared;
+    }
     int status = mc_models_read(&scratch->models, width, shared, length);
     for (unsigned k = 0; k < width && !status; k++)
         mc_decoder_build(&scratch->decoders[k], &scratch->models.plane[k]);
@@ -15,11 +20,10 @@ int mc_read_shared(mc_scratch *scratch, const mc_head *head, const u8 *shared, s
 static int decode_block(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *encoded, const mc_base_bytes *base,
                         u64 skipped, u8 *out)
 {
-    size_t raw_bytes = mc_raw_bytes(head, block);
     const u8 *elements = NULL;
     if (head->transform == MC_DELTA)
-        elements = mc_block_base(scratch, head, base, skipped, raw_bytes / mc_plane_count(head));
-    return mc_block_decode(scratch, head, encoded, mc_entry_length(head, block), elements, out, raw_bytes);
+        elements = mc_block_base(scratch, head, base, skipped, mc_raw_bytes(head, block) / mc_plane_count(head));
+    return mc_block_decode(scratch, head, block, encoded, mc_entry_length(head, block), elements, out);
 }
 
 int mc_decode(mc_scratch *scratch, const mc_decode_request *request, u64 *block)

@@ -1,4 +1,5 @@
 #include "mc_object.h"
+#include "mc_zstd.h"
 
 static int head_of(const mc_request *request, mc_head *head)
 {
@@ -17,6 +18,7 @@ static int head_of(const mc_request *request, mc_head *head)
         head->base_dtype = request->base_dtype;
         head->base_start = request->base_start;
     }
+    head->packed = 0;
     head->raw_length = request->raw_length;
     head->block_bytes = mc_block_bytes(head->dtype);
     head->blocks = (head->raw_length + head->block_bytes - 1) / head->block_bytes;
@@ -74,22 +76,27 @@ static unsigned find_exponent_top(mc_scratch *scratch, const mc_head *head, cons
 static void fit_models(mc_scratch *scratch, const mc_head *head, const mc_request *request, u8 *entry)
 {
     const unsigned width = mc_plane_count(head);
-    memset(scratch->counts, 0, width * sizeof scratch->counts[0]);
+    const unsigned contexts = head->transform == MC_ROTATE ? MC_BLOCK_CLASSES : MC_CONTEXTS;
+    for (unsigned k = 0; k < width; k++)
+        memset(scratch->counts[k], 0, contexts * sizeof scratch->counts[k][0]);
     for (u64 block = 0; block < head->blocks; block++, entry += MC_ENTRY_BYTES) {
         const u8 *raw = request->raw + block * head->block_bytes, *base = base_of(scratch, head, request, block);
-        mc_plane_kinds kinds = mc_block_count(scratch, head, raw, mc_raw_bytes(head, block), base);
+        mc_plane_kinds kinds = mc_block_count(scratch, head, block, raw, base);
         entry[0] = kinds.constant;
         entry[1] = kinds.noise;
     }
     for (unsigned k = 0; k < width; k++)
-        mc_model_fit(&scratch->models.plane[k], scratch->counts[k]);
+        if (request->models)
+            mc_model_fit(&scratch->models.plane[k], scratch->counts[k], contexts);
+        else
+            scratch->models.plane[k].tables = 0;
 }
 
-static int verify_block(mc_scratch *scratch, const mc_head *head, const u8 *encoded, size_t length, const u8 *base,
-                        const u8 *raw, size_t raw_bytes)
+static int verify_block(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *encoded, size_t length,
+                        const u8 *base, const u8 *raw)
 {
-    int status = mc_block_decode(scratch, head, encoded, length, base, scratch->decoded, raw_bytes);
-    return status ? status : memcmp(scratch->decoded, raw, raw_bytes) ? MC_E_VERIFY : MC_OK;
+    int status = mc_block_decode(scratch, head, block, encoded, length, base, scratch->decoded);
+    return status ? status : memcmp(scratch->decoded, raw, mc_raw_bytes(head, block)) ? MC_E_VERIFY : MC_OK;
 }
 
 /* Encode all blocks to *at, which moves to their end, and fill in their entries of the block table. */
@@ -101,11 +108,11 @@ static int encode_blocks(mc_scratch *scratch, const mc_head *head, const mc_requ
         const u8 *raw = request->raw + block * head->block_bytes, *base = base_of(scratch, head, request, block);
         const mc_plane_kinds kinds = {entry[0], entry[1]};
         size_t raw_bytes = mc_raw_bytes(head, block);
-        size_t encoded = mc_block_encode(scratch, head, raw, raw_bytes, base, kinds, *at, used);
+        size_t encoded = mc_block_encode(scratch, head, block, raw, base, kinds, *at, used);
         mc_put32(entry, (u32)encoded);
         mc_put64(entry + 4, mc_xxh3(raw, raw_bytes));
         if (request->verify)
-            status = verify_block(scratch, head, *at, encoded, base, raw, raw_bytes);
+            status = verify_block(scratch, head, block, *at, encoded, base, raw);
         *at += encoded;
     }
     return status;
@@ -120,13 +127,23 @@ static int read_back(mc_scratch *scratch, const mc_head *head, const u8 *shared,
     return status;
 }
 
-/* Store the models again without those that lost in every block; returns the end of them. */
-static u8 *drop_models(mc_scratch *scratch, unsigned width, unsigned used, u8 *shared)
+/*
+ * Store the models, without those that lost in every block, as a zstd frame if that is shorter. They took as
+ * much before, so there is room. Returns the end of them.
+ */
+static u8 *write_models(mc_scratch *scratch, mc_head *head, unsigned used, u8 *at)
 {
+    const unsigned width = mc_plane_count(head);
     for (unsigned k = 0; k < width; k++)
         if (!(used >> k & 1))
             scratch->models.plane[k].tables = 0;
-    return mc_models_write(&scratch->models, width, shared);
+    size_t length = (size_t)(mc_models_write(&scratch->models, width, at) - at);
+    size_t packed = mc_zstd_pack(scratch, MC_ZSTD_BYTES, at, length, length);
+    if (!packed)
+        return at + length;
+    head->packed = 1;
+    memcpy(at, scratch->packed, packed);
+    return at + packed;
 }
 
 int mc_encode(mc_scratch *scratch, const mc_request *request, u8 *out, size_t *length)
@@ -135,7 +152,6 @@ int mc_encode(mc_scratch *scratch, const mc_request *request, u8 *out, size_t *l
     int status = head_of(request, &head);
     if (status)
         return status;
-    const unsigned width = mc_plane_count(&head);
     const int split = head.transform != MC_BYTES;
     u8 *entries = out + MC_PREFIX_BYTES, *shared = entries + head.blocks * MC_ENTRY_BYTES, *payload = shared;
     scratch->models.exponent_top = 0;
@@ -143,7 +159,7 @@ int mc_encode(mc_scratch *scratch, const mc_request *request, u8 *out, size_t *l
         if (head.transform == MC_DELTA && mc_dtype(head.dtype)->exponent_mask)
             scratch->models.exponent_top = find_exponent_top(scratch, &head, request);
         fit_models(scratch, &head, request, entries);
-        payload = mc_models_write(&scratch->models, width, shared);
+        payload = mc_models_write(&scratch->models, mc_plane_count(&head), shared);
         if ((status = read_back(scratch, &head, shared, (size_t)(payload - shared))))
             return status;
     }
@@ -151,7 +167,7 @@ int mc_encode(mc_scratch *scratch, const mc_request *request, u8 *out, size_t *l
     u8 *end = payload;
     if ((status = encode_blocks(scratch, &head, request, entries, &end, &used)))
         return status;
-    u8 *begin = split ? drop_models(scratch, width, used, shared) : payload;
+    u8 *begin = split ? write_models(scratch, &head, used, shared) : payload;
     if (begin != payload)
         memmove(begin, payload, (size_t)(end - payload));
     *length = (size_t)(begin - out) + (size_t)(end - payload);

@@ -96,12 +96,12 @@ static float mean_size(const u32 counts[256], u32 total)
 }
 
 /* Order the contexts that occur and cut that order into ranges of about equal weight. */
-static void start_clusters(clusters *c, const mc_counts counts)
+static void start_clusters(clusters *c, const mc_counts counts, unsigned contexts)
 {
     float size[MC_CONTEXTS], weight[MC_CONTEXTS], sum = 0, passed = 0;
     u64 symbols = 0;
     c->used = 0;
-    for (unsigned context = 0; context < MC_CONTEXTS; context++) {
+    for (unsigned context = 0; context < contexts; context++) {
         u32 total = total_of(counts[context]);
         if (!total)
             continue;
@@ -245,11 +245,11 @@ static void fill_map(clusters *c)
     }
 }
 
-double mc_model_fit(mc_model *model, const mc_counts counts)
+double mc_model_fit(mc_model *model, const mc_counts counts, unsigned contexts)
 {
     clusters c;
     memset(c.map, 0, sizeof c.map);
-    start_clusters(&c, counts);
+    start_clusters(&c, counts, contexts);
     if (!c.used) {
         model->tables = 0;
         return 1;

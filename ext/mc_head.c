@@ -5,7 +5,7 @@
 
 static const u8 magic[4] = {'M', 'C', 'E', 1};
 
-enum { DTYPE = 4, BASE_DTYPE = 5, TRANSFORM = 6, ZERO = 7, RAW_LENGTH = 8, BASE_START = 16, HEAD_LENGTH = 24, CHECK = 28 };
+enum { DTYPE = 4, BASE_DTYPE = 5, TRANSFORM = 6, PACKED = 7, RAW_LENGTH = 8, BASE_START = 16, HEAD_LENGTH = 24, CHECK = 28 };
 
 /* Of all bytes of the head but the checksum itself. */
 static u32 check_of(const u8 *bytes, size_t length)
@@ -21,11 +21,12 @@ static int parse_prefix(mc_head *head, const u8 *bytes, size_t length)
 {
     if (length < MC_PREFIX_BYTES)
         return MC_E_SHORT_HEAD;
-    if (memcmp(bytes, magic, sizeof magic) || bytes[ZERO])
+    if (memcmp(bytes, magic, sizeof magic) || bytes[PACKED] > 1)
         return MC_E_MAGIC;
     head->dtype = bytes[DTYPE];
     head->base_dtype = bytes[BASE_DTYPE];
     head->transform = bytes[TRANSFORM];
+    head->packed = bytes[PACKED];
     head->raw_length = mc_get64(bytes + RAW_LENGTH);
     head->base_start = mc_get64(bytes + BASE_START);
     head->head_length = mc_get32(bytes + HEAD_LENGTH);
@@ -79,7 +80,7 @@ void mc_head_write(const mc_head *head, u8 *bytes)
     bytes[DTYPE] = (u8)head->dtype;
     bytes[BASE_DTYPE] = (u8)head->base_dtype;
     bytes[TRANSFORM] = (u8)head->transform;
-    bytes[ZERO] = 0;
+    bytes[PACKED] = (u8)head->packed;
     mc_put64(bytes + RAW_LENGTH, head->raw_length);
     mc_put64(bytes + BASE_START, head->base_start);
     mc_put32(bytes + HEAD_LENGTH, (u32)head->head_length);

@@ -12,6 +12,7 @@ typedef struct {
     u64 raw_length, base_start;
     u64 block_bytes, blocks; /* raw bytes of every block but the last */
     u64 head_length;
+    unsigned packed;   /* the shared models are a zstd frame */
     const u8 *entries; /* MC_ENTRY_BYTES a block */
     const u8 *shared;
     size_t shared_length;

@@ -1,7 +1,5 @@
 #include "mc_model.h"
 
-enum { BY_EXPONENT = 1, BY_ABOVE = 2, BY_ACTIVITY = 4 };
-
 /*
  * A map is stored without the parts of the context that it does not depend on: `shape` has a bit for each that it does.
  * This gives the context that each stored entry stands for, and how many entries there are.
@@ -10,15 +8,15 @@ static unsigned stored_contexts(unsigned shape, u8 stored[MC_CONTEXTS])
 {
     unsigned count = 0;
     for (unsigned context = 0; context < MC_CONTEXTS; context++)
-        if ((shape & BY_EXPONENT || !(context & 15)) && (shape & BY_ABOVE || !(context & 0x30)) &&
-            (shape & BY_ACTIVITY || !(context & 0xc0)))
+        if ((shape & MC_BY_EXPONENT || !(context & 15)) && (shape & MC_BY_ABOVE || !(context & 0x30)) &&
+            (shape & MC_BY_ACTIVITY || !(context & 0xc0)))
             stored[count++] = (u8)context;
     return count;
 }
 
 static unsigned kept_bits(unsigned shape)
 {
-    return (shape & BY_EXPONENT ? 15 : 0) | (shape & BY_ABOVE ? 0x30 : 0) | (shape & BY_ACTIVITY ? 0xc0 : 0);
+    return (shape & MC_BY_EXPONENT ? 15 : 0) | (shape & MC_BY_ABOVE ? 0x30 : 0) | (shape & MC_BY_ACTIVITY ? 0xc0 : 0);
 }
 
 static unsigned shape_of(const u8 map[MC_CONTEXTS])
@@ -26,11 +24,11 @@ static unsigned shape_of(const u8 map[MC_CONTEXTS])
     unsigned shape = 0;
     for (unsigned context = 0; context < MC_CONTEXTS; context++) {
         if (map[context] != map[context & ~15u])
-            shape |= BY_EXPONENT;
+            shape |= MC_BY_EXPONENT;
         if (map[context] != map[context & ~0x30u])
-            shape |= BY_ABOVE;
+            shape |= MC_BY_ABOVE;
         if (map[context] != map[context & ~0xc0u])
-            shape |= BY_ACTIVITY;
+            shape |= MC_BY_ACTIVITY;
     }
     return shape;
 }
@@ -52,7 +50,7 @@ static int read_map(mc_model *model, const u8 **at, const u8 *end)
     *at += (count + 1) / 2;
     for (unsigned context = 0; context < MC_CONTEXTS; context++)
         model->map[context] = value[context & kept_bits(shape)];
-    model->active = (shape & BY_ACTIVITY) != 0;
+    model->shape = shape;
     return MC_OK;
 }
 
@@ -132,7 +130,7 @@ int mc_model_read(mc_model *model, const u8 **at, const u8 *end)
     if (*at == end || **at > MC_TABLES)
         return MC_E_TABLE;
     model->tables = *(*at)++;
-    model->active = 0;
+    model->shape = 0;
     memset(model->map, 0, sizeof model->map);
     if (!model->tables)
         return MC_OK;

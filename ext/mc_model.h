@@ -23,7 +23,7 @@ void mc_normalise(u16 frequency[256], const u32 counts[256], u32 total, unsigned
 /* How often each symbol occurs in each context. */
 typedef u32 mc_counts[MC_CONTEXTS][256];
 
-/* The model that stores these symbols in the fewest bytes, and how many, itself included. */
-double mc_model_fit(mc_model *model, const mc_counts counts);
+/* The model that stores these symbols in the fewest bytes, and how many, itself included; looks at `contexts` of them. */
+double mc_model_fit(mc_model *model, const mc_counts counts, unsigned contexts);
 
 #endif

@@ -11,6 +11,7 @@ typedef struct {
     mc_base_bytes base; /* the whole base; for MC_DELTA */
     unsigned base_dtype;
     u64 base_start;
+    int models; /* whether rANS may be used: its models do not pay in a very small object */
     int verify; /* decode each block again and compare it with `raw` */
 } mc_request;
 

@@ -24,7 +24,7 @@ int mc_plane_noise(const u8 *plane, size_t n)
     return total >= 256 && bits + total * mc_log2(total) > 7.95f * total - 184.0f;
 }
 
-void mc_block_split(mc_scratch *scratch, const mc_head *head, const u8 *raw, size_t n, const u8 *base)
+void mc_block_split(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *raw, size_t n, const u8 *base)
 {
     const mc_dtype_info *type = mc_dtype(head->dtype);
     const mc_kernels *kernels = mc_kernels_now();
@@ -33,17 +33,17 @@ void mc_block_split(mc_scratch *scratch, const mc_head *head, const u8 *raw, siz
     for (unsigned k = 0; k < type->width; k++)
         planes[k] = scratch->planes + k * MC_PLANE_STRIDE;
     kernels->split[log2_width][head->transform - 1](raw, base, n, planes);
-    mc_block_exponents(scratch, head, n, base);
+    mc_block_exponents(scratch, head, block, n, base);
 }
 
-void mc_block_exponents(mc_scratch *scratch, const mc_head *head, size_t n, const u8 *base)
+void mc_block_exponents(mc_scratch *scratch, const mc_head *head, u64 block, size_t n, const u8 *base)
 {
     const mc_dtype_info *type = mc_dtype(head->dtype);
     if (base && type->exponent_mask)
         mc_kernels_now()->exponent[mc_log2_width(type->width)](scratch->exponents, base, n, type->exponent_shift,
                                                                type->exponent_mask, scratch->models.exponent_top);
     else
-        memset(scratch->exponents, 0, n);
+        memset(scratch->exponents, base ? 0 : (int)mc_block_class(head, block), n);
 }
 
 const u8 *mc_plane_contexts(mc_scratch *scratch, const mc_head *head, unsigned k, const u8 *above, size_t n)
@@ -52,4 +52,16 @@ const u8 *mc_plane_contexts(mc_scratch *scratch, const mc_head *head, unsigned k
         return scratch->exponents;
     mc_kernels_now()->add_above(scratch->contexts, scratch->exponents, above, n);
     return scratch->contexts;
+}
+
+const u8 *mc_model_contexts(mc_scratch *scratch, const mc_head *head, u64 block, unsigned k, const u8 *above, size_t n,
+                            unsigned *table)
+{
+    const mc_model *model = &scratch->models.plane[k];
+    *table = 0;
+    if (head->transform != MC_DELTA && !(model->shape & (MC_BY_ABOVE | MC_BY_ACTIVITY)))
+        *table = model->map[mc_block_class(head, block)];
+    else if (model->tables > 1)
+        return mc_plane_contexts(scratch, head, k, above, n);
+    return NULL;
 }

@@ -24,14 +24,15 @@
 #define MC_CONTEXTS 256
 #define MC_STATIC_CONTEXTS 64 /* the part that does not depend on the plane itself */
 #define MC_LEVELS 4
+enum { MC_BY_EXPONENT = 1, MC_BY_ABOVE = 2, MC_BY_ACTIVITY = 4 };
 
 static inline unsigned mc_above_class(unsigned above) { return (above > 0) + (above > 1) + (above > 3); }
 static inline unsigned mc_activity(unsigned nonzero) { return (nonzero > 0) + (nonzero > 4) + (nonzero > 16); }
 
 typedef struct {
-    unsigned tables;     /* 0: the plane is not coded this way anywhere */
+    unsigned tables; /* 0: the plane is not coded this way anywhere */
     unsigned bits;
-    int active;          /* the map depends on the activity */
+    unsigned shape;      /* parts of the context that the map depends on, MC_BY_... */
     u8 map[MC_CONTEXTS]; /* context to table */
     u16 frequency[MC_TABLES][256];
 } mc_model;
@@ -67,16 +68,18 @@ typedef struct {
 } mc_writer;
 
 /*
- * Decode n symbols. `contexts` are the lower 6 bits of each; NULL when the model has one table. Kernels may read 32 bytes
- * past the end of `contexts` and write 32 bytes past the end of `out`. MC_E_STREAM when the words run out.
+ * Decode n symbols. `contexts` are the lower 6 bits of each; NULL when all are of the one table `table`. Kernels may read
+ * 32 bytes past the end of `contexts` and write 32 bytes past the end of `out`. MC_E_STREAM when the words run out.
  */
-typedef int mc_rans_decode_fn(u8 *out, size_t n, const u8 *contexts, const mc_model *model, const mc_decoder *decoder,
-                              mc_reader *reader);
+typedef int mc_rans_decode_fn(u8 *out, size_t n, const u8 *contexts, unsigned table, const mc_model *model,
+                              const mc_decoder *decoder, mc_reader *reader);
 
-/* Encode n symbols, last one first; `tables` is the table of each, NULL when there is one. Writes 2 * n bytes at most,
- * but needs 64 bytes of room more. */
-typedef void mc_rans_encode_fn(const u8 *symbols, size_t n, const u8 *tables, unsigned bits, const mc_encoder *encoder,
-                               mc_writer *writer);
+/*
+ * Encode n symbols, last one first. `tables` is the table of each; NULL when all are of the one table `table`. Writes
+ * 2 * n bytes at most, but needs 64 bytes of room more.
+ */
+typedef void mc_rans_encode_fn(const u8 *symbols, size_t n, const u8 *tables, unsigned table, unsigned bits,
+                               const mc_encoder *encoder, mc_writer *writer);
 
 /* The scalar steps; the other kernels take them for a last group that is not full. */
 static inline int mc_rans_decode_group(u8 *out, unsigned lanes, const u8 *contexts, const u8 *row, unsigned bits,
@@ -100,12 +103,12 @@ static inline int mc_rans_decode_group(u8 *out, unsigned lanes, const u8 *contex
     return MC_OK;
 }
 
-static inline void mc_rans_encode_group(const u8 *symbols, unsigned lanes, const u8 *tables, unsigned bits,
+static inline void mc_rans_encode_group(const u8 *symbols, unsigned lanes, const u8 *tables, unsigned table, unsigned bits,
                                         const mc_encoder *encoder, mc_writer *writer)
 {
     for (unsigned lane = lanes; lane-- > 0;) {
         u32 x = writer->state[lane];
-        u32 index = (tables ? (u32)tables[lane] << 8 : 0) | symbols[lane];
+        u32 index = (tables ? tables[lane] : table) << 8 | symbols[lane];
         u32 step = encoder->step[index], complement = step & 0xfff;
         if (x >= (((u32)1 << bits) - complement) << (31 - bits)) {
             writer->at -= 2;

@@ -95,21 +95,21 @@ INLINE int decode(u8 *out, size_t n, const u8 *contexts, const mc_model *model, 
                                 model->map + MC_STATIC_CONTEXTS * mc_activity(nonzero), model->bits, slots, reader);
 }
 
-MC_AVX2 int mc_rans_decode_avx2(u8 *out, size_t n, const u8 *contexts, const mc_model *model, const mc_decoder *decoder,
-                                mc_reader *reader)
+MC_AVX2 int mc_rans_decode_avx2(u8 *out, size_t n, const u8 *contexts, unsigned table, const mc_model *model,
+                                const mc_decoder *decoder, mc_reader *reader)
 {
     if (!contexts)
-        return decode(out, n, NULL, model, decoder->slots, reader, 0);
-    if (!model->active)
+        return decode(out, n, NULL, model, decoder->slots + ((size_t)table << model->bits), reader, 0);
+    if (!(model->shape & MC_BY_ACTIVITY))
         return decode(out, n, contexts, model, decoder->slots, reader, 0);
     return decode(out, n, contexts, model, decoder->slots, reader, 1);
 }
 
 /* Encode with 8 states; `index` is table << 8 | symbol of each. */
-INLINE void give(__m256i *state, __m256i index, const mc_encoder *encoder, __m256i total, __m128i limit_shift, u8 **at)
+INLINE void give(__m256i *state, __m256i index, const u32 *reciprocals, const u32 *steps, __m256i total, __m128i limit_shift, u8 **at)
 {
-    __m256i reciprocal = _mm256_i32gather_epi32((const int *)encoder->reciprocal, index, 4);
-    __m256i step = _mm256_i32gather_epi32((const int *)encoder->step, index, 4);
+    __m256i reciprocal = _mm256_i32gather_epi32((const int *)reciprocals, index, 4);
+    __m256i step = _mm256_i32gather_epi32((const int *)steps, index, 4);
     __m256i complement = _mm256_and_si256(step, _mm256_set1_epi32(0xfff));
     __m256i bias = _mm256_and_si256(_mm256_srli_epi32(step, 12), _mm256_set1_epi32(0x1fff));
     __m256i limit = _mm256_sll_epi32(_mm256_sub_epi32(total, complement), limit_shift);
@@ -136,10 +136,13 @@ INLINE __m256i index8(const u8 *symbols, const u8 *tables)
     return index;
 }
 
-INLINE void encode(const u8 *symbols, size_t n, const u8 *tables, unsigned bits, const mc_encoder *encoder, mc_writer *writer)
+INLINE void encode(const u8 *symbols, size_t n, const u8 *tables, unsigned table, unsigned bits, const mc_encoder *encoder,
+                   mc_writer *writer)
 {
+    const size_t first = (size_t)table << 8;
+    const u32 *reciprocals = encoder->reciprocal + first, *steps = encoder->step + first;
     size_t i = n - n % MC_LANES;
-    mc_rans_encode_group(symbols + i, (unsigned)(n - i), tables ? tables + i : NULL, bits, encoder, writer);
+    mc_rans_encode_group(symbols + i, (unsigned)(n - i), tables ? tables + i : NULL, table, bits, encoder, writer);
     const __m256i total = _mm256_set1_epi32(1 << bits);
     const __m128i shift = _mm_cvtsi32_si128(31 - (int)bits);
     __m256i state[4];
@@ -149,20 +152,20 @@ INLINE void encode(const u8 *symbols, size_t n, const u8 *tables, unsigned bits,
     while (i) {
         i -= MC_LANES;
         for (int k = 3; k >= 0; k--)
-            give(&state[k], index8(symbols + i + 8 * k, tables ? tables + i + 8 * k : NULL), encoder, total, shift, &at);
+            give(&state[k], index8(symbols + i + 8 * k, tables ? tables + i + 8 * k : NULL), reciprocals, steps, total, shift, &at);
     }
     for (int k = 0; k < 4; k++)
         _mm256_storeu_si256((__m256i *)(writer->state + 8 * k), state[k]);
     writer->at = at;
 }
 
-MC_AVX2 void mc_rans_encode_avx2(const u8 *symbols, size_t n, const u8 *tables, unsigned bits, const mc_encoder *encoder,
-                                 mc_writer *writer)
+MC_AVX2 void mc_rans_encode_avx2(const u8 *symbols, size_t n, const u8 *tables, unsigned table,
+                              unsigned bits, const mc_encoder *encoder, mc_writer *writer)
 {
     if (tables)
-        encode(symbols, n, tables, bits, encoder, writer);
+        encode(symbols, n, tables, 0, bits, encoder, writer);
     else
-        encode(symbols, n, NULL, bits, encoder, writer);
+        encode(symbols, n, NULL, table, bits, encoder, writer);
 }
 
 MC_AVX2 void mc_classify_avx2(u8 *tables, const u8 *contexts, const u8 *symbols, size_t n, const u8 map[MC_CONTEXTS])

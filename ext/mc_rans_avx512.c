@@ -72,21 +72,21 @@ INLINE int decode(u8 *out, size_t n, const u8 *contexts, const mc_model *model, 
                                 model->map + MC_STATIC_CONTEXTS * mc_activity(nonzero), model->bits, slots, reader);
 }
 
-MC_AVX512 int mc_rans_decode_avx512(u8 *out, size_t n, const u8 *contexts, const mc_model *model,
+MC_AVX512 int mc_rans_decode_avx512(u8 *out, size_t n, const u8 *contexts, unsigned table, const mc_model *model,
                                     const mc_decoder *decoder, mc_reader *reader)
 {
     if (!contexts)
-        return decode(out, n, NULL, model, decoder->slots, reader, 0);
-    if (!model->active)
+        return decode(out, n, NULL, model, decoder->slots + ((size_t)table << model->bits), reader, 0);
+    if (!(model->shape & MC_BY_ACTIVITY))
         return decode(out, n, contexts, model, decoder->slots, reader, 0);
     return decode(out, n, contexts, model, decoder->slots, reader, 1);
 }
 
 /* Encode with 16 states; `index` is table << 8 | symbol of each. */
-INLINE void give(__m512i *state, __m512i index, const mc_encoder *encoder, __m512i total, __m128i limit_shift, u8 **at)
+INLINE void give(__m512i *state, __m512i index, const u32 *reciprocals, const u32 *steps, __m512i total, __m128i limit_shift, u8 **at)
 {
-    __m512i reciprocal = _mm512_i32gather_epi32(index, encoder->reciprocal, 4);
-    __m512i step = _mm512_i32gather_epi32(index, encoder->step, 4);
+    __m512i reciprocal = _mm512_i32gather_epi32(index, reciprocals, 4);
+    __m512i step = _mm512_i32gather_epi32(index, steps, 4);
     __m512i complement = _mm512_and_si512(step, _mm512_set1_epi32(0xfff));
     __m512i bias = _mm512_and_si512(_mm512_srli_epi32(step, 12), _mm512_set1_epi32(0x1fff));
     __m512i limit = _mm512_sll_epi32(_mm512_sub_epi32(total, complement), limit_shift);
@@ -110,30 +110,33 @@ INLINE __m512i index16(const u8 *symbols, const u8 *tables)
     return index;
 }
 
-INLINE void encode(const u8 *symbols, size_t n, const u8 *tables, unsigned bits, const mc_encoder *encoder, mc_writer *writer)
+INLINE void encode(const u8 *symbols, size_t n, const u8 *tables, unsigned table, unsigned bits, const mc_encoder *encoder,
+                   mc_writer *writer)
 {
+    const size_t first = (size_t)table << 8;
+    const u32 *reciprocals = encoder->reciprocal + first, *steps = encoder->step + first;
     size_t i = n - n % MC_LANES;
-    mc_rans_encode_group(symbols + i, (unsigned)(n - i), tables ? tables + i : NULL, bits, encoder, writer);
+    mc_rans_encode_group(symbols + i, (unsigned)(n - i), tables ? tables + i : NULL, table, bits, encoder, writer);
     const __m512i total = _mm512_set1_epi32(1 << bits);
     const __m128i shift = _mm_cvtsi32_si128(31 - (int)bits);
     __m512i s0 = _mm512_loadu_si512(writer->state), s1 = _mm512_loadu_si512(writer->state + 16);
     u8 *at = writer->at;
     while (i) {
         i -= MC_LANES;
-        give(&s1, index16(symbols + i + 16, tables ? tables + i + 16 : NULL), encoder, total, shift, &at);
-        give(&s0, index16(symbols + i, tables ? tables + i : NULL), encoder, total, shift, &at);
+        give(&s1, index16(symbols + i + 16, tables ? tables + i + 16 : NULL), reciprocals, steps, total, shift, &at);
+        give(&s0, index16(symbols + i, tables ? tables + i : NULL), reciprocals, steps, total, shift, &at);
     }
     _mm512_storeu_si512(writer->state, s0);
     _mm512_storeu_si512(writer->state + 16, s1);
     writer->at = at;
 }
 
-MC_AVX512 void mc_rans_encode_avx512(const u8 *symbols, size_t n, const u8 *tables, unsigned bits,
-                                     const mc_encoder *encoder, mc_writer *writer)
+MC_AVX512 void mc_rans_encode_avx512(const u8 *symbols, size_t n, const u8 *tables, unsigned table,
+                              unsigned bits, const mc_encoder *encoder, mc_writer *writer)
 {
     if (tables)
-        encode(symbols, n, tables, bits, encoder, writer);
+        encode(symbols, n, tables, 0, bits, encoder, writer);
     else
-        encode(symbols, n, NULL, bits, encoder, writer);
+        encode(symbols, n, NULL, table, bits, encoder, writer);
 }
 #endif

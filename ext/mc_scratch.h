@@ -18,6 +18,7 @@ typedef struct {
     u8 words[MC_BLOCK_ELEMENTS * (MC_MAX_WIDTH + 2) + 256]; /* a block's stream grows downwards in it */
     u8 frames[MC_BLOCK_ELEMENTS * MC_MAX_WIDTH]; /* zstd frames of a block's planes */
     u8 decoded[MC_BLOCK_ELEMENTS * MC_MAX_WIDTH];   /* a block that is verified */
+    u8 shared[MC_SHARED_BYTES];                      /* the models of an object in their stored form */
     u8 *output; /* room for an encoded object */
     size_t output_room;
     u8 packed[MC_BLOCK_BYTES + 1024]; /* the zstd frame of a plane or of a block of bytes, before it is chosen */

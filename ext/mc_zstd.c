@@ -30,6 +30,11 @@ size_t mc_zstd_pack(mc_scratch *scratch, mc_zstd_kind kind, const u8 *data, size
 
 int mc_zstd_unpack(mc_scratch *scratch, u8 *out, size_t length, const u8 *frame, size_t frame_length)
 {
-    size_t done = ZSTD_decompressDCtx(scratch->decompressor, out, length, frame, frame_length);
-    return !ZSTD_isError(done) && done == length ? MC_OK : MC_E_ZSTD;
+    return mc_zstd_unpack_some(scratch, out, length, frame, frame_length) == length ? MC_OK : MC_E_ZSTD;
+}
+
+size_t mc_zstd_unpack_some(mc_scratch *scratch, u8 *out, size_t room, const u8 *frame, size_t frame_length)
+{
+    size_t done = ZSTD_decompressDCtx(scratch->decompressor, out, room, frame, frame_length);
+    return ZSTD_isError(done) ? 0 : done;
 }

@@ -21,6 +21,7 @@ def encode(
     base: Buffer | None = None,
     base_dtype: int = 0,
     base_start: int = 0,
+    models: bool = True,
     verify: bool = True,
 ) -> bytes: ...
 def head_length(prefix: Buffer) -> int: ...

@@ -21,6 +21,8 @@ SAMPLE_PIECES: Final = 8
 PIECE_ELEMENTS: Final = 2048
 SAMPLED_FROM: Final = 2 * BLOCK_ELEMENTS
 """Objects of fewer elements are not sampled: every way is tried on the whole."""
+SMALL: Final = 4096
+"""Objects of so many elements or fewer are also tried without entropy models, which may not pay for themselves."""
 CLOSE: Final = 1.005
 """Estimates that differ by less than this factor are settled by encoding both."""
 
@@ -73,11 +75,20 @@ def _ways(dtype: DType, bases: Sequence[Base]) -> list[int | None]:
 
 
 def _encode_one(raw: Buffer, dtype: DType, base: Base | None, verify: bool = True) -> bytes:
+    data = _encode_as(raw, dtype, base, True, verify)
+    if dtype is not DType.BYTES and len(raw) <= SMALL * dtype.width:
+        data = min(data, _encode_as(raw, dtype, base, False, verify), key=len)
+    return data
+
+
+def _encode_as(raw: Buffer, dtype: DType, base: Base | None, models: bool, verify: bool) -> bytes:
     if base is not None:
-        return _codec.encode(raw, dtype, TRANSFORM_DELTA, base.raw, base.dtype, base.start, verify)
+        return _codec.encode(raw, dtype, TRANSFORM_DELTA, base.raw, base.dtype, base.start, models, verify)
     if dtype is DType.BYTES:
-        return _codec.encode(raw, dtype, TRANSFORM_BYTES, verify=verify)
-    return _codec.encode(raw, dtype, TRANSFORM_ROTATED if dtype in _FLOATS else TRANSFORM_PLAIN, verify=verify)
+        transform = TRANSFORM_BYTES
+    else:
+        transform = TRANSFORM_ROTATED if dtype in _FLOATS else TRANSFORM_PLAIN
+    return _codec.encode(raw, dtype, transform, models=models, verify=verify)
 
 
 def _estimate(view: memoryview, dtype: DType, base: Base | None) -> float:
