@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from moonclipfs.store import directories, packfile, recipes
+from moonclipfs import limits
+from moonclipfs.store import directories, packfile, recipes, records
 from moonclipfs.store.objects import CONTEXTS, object_id
+from moonclipfs.store.replay import State
 from moonclipfs.types import EntryType, Extent, Kind
 
 DOCUMENT = (Path(recipes.__file__).parent / "FORMAT.md").read_text()
@@ -46,11 +48,30 @@ def test_pack_example() -> None:
     table = data[offset : len(data) - packfile.TRAILER.size]
     entries = packfile.parse_footer(table, count, digest, offset)
     start, length = int(entries["offset"][0]), int(entries["encoded_length"][0])
-    assert data[start : start + length] == b"hello"
+    assert data[start : start + length] == b"hello" and int(entries["check"][0]) == packfile.check_of(b"hello")
     header = data[start - packfile.RECORD_BYTES : start]
     assert packfile.parse_record_header(header).tobytes() == entries[:1].tobytes()
     rebuilt = packfile.pack_header() + packfile.record_header(entries[0]) + b"hello"
     assert rebuilt + packfile.footer(entries, len(rebuilt)) == data
+
+
+def test_log_example() -> None:
+    match = re.search(r"```text log-record\n(.*?)```", DOCUMENT, re.DOTALL)
+    assert match, "no worked log record in FORMAT.md"
+    record = records.decode_record(match[1].encode(), 1)
+    assert record["path"] == "run1/checkpoint-500" and record["number"] == 1
+    assert bytes.fromhex(record["root"]) == object_id(Kind.DIRECTORY, example("directory"))
+    state = State()
+    state.apply(record)
+    bound = state.bound("run1/checkpoint-500")
+    assert bound is not None and bound.root.hex() == record["root"]
+
+
+def test_every_record_type_and_limit_is_described() -> None:
+    assert all(f"| `{name}` |" in DOCUMENT for name in records.TYPES)
+    for number in (limits.OBJECT_BYTES // limits.MIB, limits.LOG_RECORD_BYTES // limits.MIB, limits.CHAIN_DEPTH):
+        assert f" {number} " in DOCUMENT.replace("\n", " ")
+    assert f"{limits.PACK_ENTRIES:,} entries" in DOCUMENT
 
 
 def test_entry_table_gives_the_real_offsets() -> None:
