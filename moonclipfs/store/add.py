@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from moonclipfs import limits
 from moonclipfs.errors import NotFoundError, UsageError
+from moonclipfs.formats.sniff import parse
 from moonclipfs.store import move as moving
 from moonclipfs.store.ingest import IngestStats, Intake, Previous
 from moonclipfs.store.log import Names, check_path
@@ -20,6 +22,9 @@ from moonclipfs.store.scan import FileSource, Found, scan
 from moonclipfs.store.sinks import EstimateSink
 from moonclipfs.store.store import Store, root_metadata
 from moonclipfs.types import NO_ID, Attributes, Entry, EntryType, ObjectId, Version, natural_key
+
+_ORDERED_BYTES = 64 * limits.KIB
+"""Shorter files are not looked into before they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +283,7 @@ class _Tree:
         self._children: dict[bytes, ObjectId] = {}
         self._groups = _link_groups(root)
         by_group: dict[int, ObjectId] = {}
-        for path, found in _files(root):
+        for path, found in _widest_first(_files(root)):
             group = self._groups.get(found.identity, 0)
             if group not in by_group or not group:
                 by_group[group] = self._put(found, path, previous(path))
@@ -330,6 +335,21 @@ def _files(root: Found, prefix: bytes = b"") -> Iterator[tuple[bytes, Found]]:
             yield prefix + child.name, child
         elif child.type is EntryType.DIRECTORY:
             yield from _files(child, prefix + child.name + b"/")
+
+
+def _widest_first(files: Iterable[tuple[bytes, Found]]) -> list[tuple[bytes, Found]]:
+    """Files with the widest elements first: an fp32 tensor foretells its bf16 copy to the bit, not the reverse."""
+    return sorted(files, key=lambda item: -_width(item[1]))
+
+
+def _width(found: Found) -> int:
+    """Bytes of an element of most tensors of a file; 1 for files that are too short to matter."""
+    if found.size < _ORDERED_BYTES:
+        return 1
+    sizes: Counter[int] = Counter()
+    for region in parse(FileSource(found)).regions:
+        sizes[region.dtype.width] += region.length
+    return sizes.most_common(1)[0][0]
 
 
 def _link_groups(root: Found) -> dict[tuple[int, int], int]:

@@ -104,9 +104,9 @@ def candidates(known: Known, piece: Piece, sketch: bytes, line: tuple[ObjectId, 
         return []
     label = known.by_label(label_of(piece), _SAME_LABEL_LIMIT)
     before = None if line is None else known.find(line[0])
-    found = _most_alike(label, sketch, before)
+    found = _most_alike([*([] if before is None else [before]), *label], sketch, 0)
     if not found:
-        found = _most_alike(known.by_elements(piece.length // piece.dtype.width, _SAME_SIZE_LIMIT), sketch, None)
+        found = _most_alike(known.by_elements(piece.length // piece.dtype.width, _SAME_SIZE_LIMIT), sketch, _ALIKE)
     has_copies = any(other.dtype.width < piece.dtype.width for other in label)
     options: list[Candidate] = []
     for location in found[:_MOST]:
@@ -140,18 +140,17 @@ def pick(
     return best
 
 
-def _most_alike(locations: Sequence[Location], sketch: bytes, before: Location | None) -> list[Location]:
-    """For each dtype the one that is most like `sketch`: of equals `before`, else the newest (they come first)."""
-    rows = [*([before] if before is not None else ()), *locations]
-    if not rows:
+def _most_alike(locations: Sequence[Location], sketch: bytes, least: int) -> list[Location]:
+    """For each dtype the one whose sketch is most like `sketch`, in `least` places or more; of equals the first."""
+    if not locations:
         return []
-    sketches = np.frombuffer(b"".join(row.sketch for row in rows), np.uint8).reshape(-1, SKETCH_BYTES)
+    sketches = np.frombuffer(b"".join(one.sketch for one in locations), np.uint8).reshape(-1, SKETCH_BYTES)
     alike = similarity(sketch, sketches).tolist()
     best: dict[DType, int] = {}
-    for at, row in enumerate(rows):
-        if (alike[at] >= _ALIKE or row is before) and alike[at] > alike[best.setdefault(row.dtype, at)]:
-            best[row.dtype] = at
-    return [rows[at] for at in best.values()]
+    for at, location in enumerate(locations):
+        if alike[at] >= least and alike[at] > alike[best.setdefault(location.dtype, at)]:
+            best[location.dtype] = at
+    return [locations[at] for at in best.values()]
 
 
 def _depth_after(newest: Location, *, wider: bool, has_copies: bool) -> int:
