@@ -27,6 +27,7 @@ import numpy as np
 from moonclipfs import limits
 from moonclipfs.errors import NoSpaceError, UsageError
 from moonclipfs.store import reserve
+from moonclipfs.store.backend import os_errors
 from moonclipfs.store.leases import Lease, LeaseState, live_leases
 from moonclipfs.store.log import Names
 from moonclipfs.store.packs import pack_key
@@ -38,8 +39,8 @@ from moonclipfs.store.survey import Survey
 from moonclipfs.store.waste import Rows, Waste, removable
 
 _POLL_SECONDS = 0.1
-_KEY_OWNER = slice(4, 36)
-"""The part of a key in `tmp/` that is the name of its owner's lease."""
+_OWNER_CHARACTERS = 32
+"""A name in `tmp/` begins with that of its owner's lease."""
 
 
 @dataclass(slots=True)
@@ -298,14 +299,15 @@ class _Run:
         return waiting, blockers
 
     def _remove_leftovers(self) -> int:
-        """Remove what dead processes left half written. Returns the count of files."""
-        backend = self._store.backend
-        # Listed before the leases: an owner that is not among these then is dead, or is done.
-        keys = [info.key for info in backend.list("tmp/")]
+        """Remove what dead processes left half written, empty files too. Returns how many."""
+        directory = self._store.path / "tmp"
+        with os_errors(f"list {directory}"):
+            names = os.listdir(directory)
+        # The names first: an owner that is not among the leases after that is dead, or has published.
         alive = {lease.name for lease in live_leases(self._store.path)}
-        dead = [key for key in keys if key[_KEY_OWNER] not in alive]
-        for key in dead:
-            backend.delete(key)
+        dead = [name for name in names if name[:_OWNER_CHARACTERS] not in alive]
+        for name in dead:
+            self._store.backend.delete(f"tmp/{name}")
         return len(dead)
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from moonclipfs.store.audit import audit_all
 from moonclipfs.store.packs import Location, PackWriter
+from moonclipfs.store.reachable import OBJECT_OVERHEAD
 from moonclipfs.store.store import Store
 
 
 @dataclass(slots=True)
 class Copied:
-    """`packs` are the new packs, `bytes` the encodings copied; `broken` says per old pack what cannot be copied."""
+    """`packs` are the new packs, `bytes` what the copies take; `broken` says per old pack what cannot be copied."""
 
     packs: list[str] = field(default_factory=list)
     bytes: int = 0
@@ -36,8 +37,8 @@ def copy_objects(
                 copied.broken.setdefault(found.location.pack, str(found.error))
             else:
                 copies.append(_add_copy(writer, found.location, found.encoded))
-                copied.bytes += found.location.encoded_length
-            progress(found.location.encoded_length)
+                copied.bytes += found.location.encoded_length + OBJECT_OVERHEAD
+            progress(found.location.encoded_length + OBJECT_OVERHEAD)
         copied.packs = writer.flush()
     finally:
         writer.abort()

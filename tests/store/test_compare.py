@@ -16,8 +16,10 @@ from moonclipfs.formats.layout import Tensor
 from moonclipfs.store import changes, compare
 from moonclipfs.store.compare import Change
 from moonclipfs.store.recipes import Recipe
-from moonclipfs.store.sides import Side, path_side
+from moonclipfs.store.sides import Side, path_side, store_side
+from moonclipfs.store.store import Store
 from moonclipfs.types import BytesSource, DType, Extent
+from tests.store.kit import publish
 
 NAMES = {"float32": "F32", "float16": "F16", "int64": "I64", "uint8": "U8", "bool": "BOOL", "float64": "F64"}
 
@@ -252,3 +254,40 @@ def test_a_view_that_would_unfold_without_bound_is_not_unfolded() -> None:
     wide = Tensor("w", DType.F32, (1 << 20, 1 << 20), 0, 4, strides=(0, 0))
     with pytest.raises(Exception, match="not contiguous, and larger"):
         changes.compare_values(BytesSource(b"1234"), wide, BytesSource(b"5678"), wide, [(0, 4)])
+
+
+def test_what_a_store_keeps_as_the_same_objects_is_not_read(store: Store, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    frozen, head = rng.standard_normal((200, 200)).astype(np.float32), rng.standard_normal(5000).astype(np.float32)
+    before = safetensors_bytes({"backbone.w": frozen, "head.w": head})
+    after = safetensors_bytes({"backbone.w": frozen, "head.w": head + 1, "long.header": np.zeros(3, np.float32)})
+    old = publish(store, "base", {"model.safetensors": before})
+    new = publish(store, "tuned", {"model.safetensors": after})
+    with Store.open(store.path, index_path=tmp_path / "fresh.sqlite") as fresh:
+        sides = [store_side(fresh, version) for version in (old, new)]
+        for side in sides:
+            assert side.files[b"model.safetensors"].layout.tensors
+        counted = fresh.objects.counters.bytes_decoded
+        report = compare.diff(*sides)
+        read = fresh.objects.counters.bytes_decoded - counted
+    assert found(report) == {
+        "backbone.w": Change.UNCHANGED, "head.w": Change.CHANGED, "long.header": Change.ADDED,
+    }  # fmt: skip
+    assert {tensor.name: tensor.values is None for tensor in report.tensors}["backbone.w"]
+    assert read < 3 * head.nbytes + 20_000 < frozen.nbytes
+
+
+def test_a_store_beside_a_plain_directory(store: Store, tmp_path: Path) -> None:
+    data = safetensors_bytes({"w": np.arange(5000, dtype=np.float32)})
+    version = publish(store, "a", {"model.safetensors": data, "config.json": b"{}"})
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "model.safetensors").write_bytes(data)
+    (plain / "config.json").write_text("{}")
+    assert not compare.diff(store_side(store, version), path_side(plain)).different
+    assert not compare.diff(
+        store_side(store, version, b"model.safetensors"), path_side(plain / "model.safetensors")
+    ).different
+    (plain / "config.json").write_text("[]")
+    report = compare.diff(store_side(store, version), path_side(plain))
+    assert [file.path for file in report.files if file.change is Change.CHANGED] == [b"config.json"]

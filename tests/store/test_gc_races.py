@@ -14,7 +14,7 @@ from moonclipfs.store.gc import GcReport, collect
 from moonclipfs.store.repack import copy_objects
 from moonclipfs.store.store import Store
 from moonclipfs.types import Attributes, BytesSource, Entry, EntryType, ObjectId
-from tests.faults import HookedOps
+from tests.faults import HookedOps, UnsyncedOps
 from tests.store import kit
 from tests.store.kit import contents, packs, publish, series
 
@@ -38,6 +38,9 @@ class StepOps(HookedOps):
             mine, self.calls = self.calls == self._at, self.calls + 1
         if mine:
             self._action()
+
+    def fsync(self, fd: int) -> None:
+        self.before("fsync", (fd,))  # a step like any other; what it does takes long and changes nothing here
 
 
 def open_other(store: Store, name: str = "other.sqlite") -> Store:
@@ -82,6 +85,7 @@ def steps_of(tmp_path: Path, run: Callable[[Store, Callable[[], None], int], int
     """How many calls an undisturbed run makes."""
     Store.create(tmp_path / "counted").close()
     with Store.open(tmp_path / "counted", write=True, index_path=tmp_path / "counted.sqlite") as store:
+        store.backend.ops = UnsyncedOps()
         return run(store, lambda: None, -1)
 
 
@@ -91,7 +95,7 @@ def gc_with(store: Store, action: Callable[[], None], at: int) -> int:
     try:
         quick_gc(store)
     finally:
-        store.backend.ops = HookedOps()
+        store.backend.ops = UnsyncedOps()
     if at >= ops.calls:
         action()
     return ops.calls
@@ -106,6 +110,7 @@ def each_step(tmp_path: Path, body: Callable[[Store, Store, int], None], steps: 
             Store.open(root / "store", write=True, index_path=root / "index.sqlite") as store,
             open_other(store) as other,
         ):
+            store.backend.ops = other.backend.ops = UnsyncedOps()
             body(store, other, at)
 
 
