@@ -6,7 +6,8 @@
 Each series is DIR/<series>/step-NNNNNN.safetensors; the same seed, size and torch give the same bytes.
 
     pretrain       byte-level GPT, fp32 weights and both AdamW moments (betas 0.9 and 0.95)
-    weights        the same training, weights only, saved every 10 steps
+    weights        the same training goes on, weights only, saved every 10 steps
+    weights_late   the same at the end of a schedule: learning rate 1e-5 instead of 3e-4
     finetune       all weights, fp32, learning rate 2e-5, from the last pretrain checkpoint, on other text
     finetune_bf16  the same with weights and moments in bf16, so that small updates round away
     cast_bf16, cast_fp16, cast_fp8
@@ -128,17 +129,26 @@ def pretrain(plan: Plan) -> None:
         step += plan.every
 
 
-def weights(plan: Plan) -> None:
-    """Go on from the last pretrain checkpoint with its moments; save weights alone every ten steps."""
+def _weights(plan: Plan, series: str, rate: float) -> None:
     model, state = _base(plan)
-    optimizer = _adamw(model, 3e-4, beta2=0.95, decay=0.1)
+    optimizer = _adamw(model, rate, beta2=0.95, decay=0.1)
     for name, parameter in model.named_parameters():
         moments = {moment: state[f"{moment}.{name}"] for moment in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(float(plan.warm)), **moments}
     data = plan.text(plan.dimensions.gpt[2])
     for number in range(plan.checkpoints):
-        _save(plan.file("weights", number * WEIGHTS_EVERY), model.state_dict())
+        _save(plan.file(series, number * WEIGHTS_EVERY), model.state_dict())
         train(model, optimizer, data, WEIGHTS_EVERY)
+
+
+def weights(plan: Plan) -> None:
+    """Go on from the last pretrain checkpoint with its moments, at the full learning rate."""
+    _weights(plan, "weights", 3e-4)
+
+
+def weights_late(plan: Plan) -> None:
+    """The same at the learning rate where a schedule ends."""
+    _weights(plan, "weights_late", 1e-5)
 
 
 def _base(plan: Plan) -> tuple[GPT, dict[str, Tensor]]:
@@ -235,6 +245,7 @@ def _cast(plan: Plan, series: str) -> None:
 TRAINED: dict[str, Callable[[Plan], None]] = {
     "pretrain": pretrain,
     "weights": weights,
+    "weights_late": weights_late,
     "finetune": finetune,
     "finetune_bf16": finetune_bf16,
     "lora": lora,
