@@ -10,6 +10,7 @@ import io
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -116,7 +117,7 @@ class Snapshot:
         self.version = version
         self._owned: StoreReader | None = None
         self._lock = threading.Lock()
-        self._tensors: dict[str, list[TensorInfo]] | None = None
+        self._tensors: dict[str, list[tuple[str, Tensor]]] | None = None
 
     @property
     def name(self) -> str:
@@ -160,12 +161,14 @@ class Snapshot:
     def read(self, path: str) -> bytes:
         """All bytes of the file at `path`. Raises NotFoundError, UsageError, CorruptError."""
         reader = self.reader(path)
-        return reader.read(0, reader.size)
+        out = bytearray(reader.size)
+        read_whole(reader, 0, memoryview(out))
+        return bytes(out)
 
     def tensors(self, file: str | None = None) -> list[TensorInfo]:
         """The tensors of all files, or of one, in the order of the files."""
-        found = [info for infos in self._by_name().values() for info in infos]
-        return [info for info in found if file is None or info.file == file]
+        found = (place for places in self._by_name().values() for place in places)
+        return [_info(tensor, where) for where, tensor in found if file in (None, where)]
 
     def tensor(self, name: str, file: str | None = None) -> NDArray[Any]:
         """The values of one tensor as a new array of its shape.
@@ -201,31 +204,34 @@ class Snapshot:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _by_name(self) -> dict[str, list[TensorInfo]]:
+    def _by_name(self) -> dict[str, list[tuple[str, Tensor]]]:
+        """The file and layout of each tensor, by its name."""
         with self._lock:
             if self._tensors is None:
-                found: dict[str, list[TensorInfo]] = {}
+                found: dict[str, list[tuple[str, Tensor]]] = {}
                 for file in self.files():
                     for tensor in self.store.layout(self.entry(file)).tensors:
-                        word = tensor.dtype_name or tensor.dtype.name
-                        info = TensorInfo(tensor.name, file, word, tensor.shape, tensor.length)
-                        found.setdefault(tensor.name, []).append(info)
+                        found.setdefault(tensor.name, []).append((file, tensor))
                 self._tensors = found
             return self._tensors
 
     def _load(self, name: str, file: str | None) -> tuple[Tensor, NDArray[Any]]:
         known = self._by_name()
-        files = [info.file for info in known.get(name, []) if file is None or info.file == file]
-        if not files:
+        places = [place for place in known.get(name, []) if file in (None, place[0])]
+        if not places:
             close = close_names(name, known)
             where = f" in {file}" if file else ""
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise NotFoundError(f"no tensor {name} in {self.name}{where}{hint}")
-        if len(files) > 1:
-            raise UsageError(f"tensor {name} is in {' and '.join(files)} of {self.name}: say which with file=")
-        entry = self.entry(files[0])
-        tensor = next(tensor for tensor in self.store.layout(entry).tensors if tensor.name == name)
-        return tensor, read_tensor(self.store.open_file(entry), tensor)
+        if len(places) > 1:
+            files = " and ".join(where for where, _ in places)
+            raise UsageError(f"tensor {name} is in {files} of {self.name}: say which with file=")
+        where, tensor = places[0]
+        return tensor, read_tensor(self.reader(where), tensor)
+
+
+def _info(tensor: Tensor, file: str) -> TensorInfo:
+    return TensorInfo(tensor.name, file, tensor.dtype_name or tensor.dtype.name, tensor.shape, tensor.length)
 
 
 def _link_text(entry: Entry) -> bytes | None:
@@ -235,7 +241,7 @@ def _link_text(entry: Entry) -> bytes | None:
 def read_tensor(reader: FileReader, tensor: Tensor) -> NDArray[Any]:
     """Read one tensor of a file into a new C-contiguous array; see `Snapshot.tensor` for the types."""
     raw = np.empty(tensor.length, np.uint8)
-    reader.read_into(tensor.offset, raw.data)
+    read_whole(reader, tensor.offset, raw.data)
     if tensor.dtype not in _NUMPY:
         return raw
     values = raw.view(_NUMPY[tensor.dtype])
@@ -248,6 +254,20 @@ def read_tensor(reader: FileReader, tensor: Tensor) -> NDArray[Any]:
         raise CorruptError(f"tensor {tensor.name}: its strides lead outside its {tensor.length} bytes")
     strides = tuple(stride * values.itemsize for stride in tensor.strides)
     return np.ascontiguousarray(np.lib.stride_tricks.as_strided(values, tensor.shape, strides, writeable=False))
+
+
+def read_whole(reader: FileReader, offset: int, out: memoryview) -> None:
+    """Fill `out` from `offset` of a file; what is long is decoded by all cores, past the cache. Raises CorruptError."""
+    step = limits.PREFETCH_BYTES
+    if len(out) < limits.BLOCK_BYTES:
+        reader.read_into(offset, out)  # small tensors share their blocks with others: the cache serves those
+    elif len(out) <= step:
+        reader.stream_into(offset, out)
+    else:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "read") as pool:
+            parts = range(0, len(out), step)
+            for _ in pool.map(lambda at: reader.stream_into(offset + at, out[at : at + step]), parts):
+                pass
 
 
 class RawFile(io.RawIOBase):

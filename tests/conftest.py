@@ -17,6 +17,7 @@ import pytest
 
 if TYPE_CHECKING:
     from moonclipfs.store.store import Store
+    from tests.nobody import Nobody
 
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, print_blob=True)
@@ -63,6 +64,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
     Store.create(tmp_path / "store").close()
     with Store.open(tmp_path / "store", write=True, index_path=tmp_path / "index.sqlite") as opened:
         yield opened
+
+
+@pytest.fixture
+def nobody() -> Nobody:
+    """A user whom permissions bind, even where the tests run as root."""
+    from tests.nobody import Nobody
+
+    return Nobody()
 
 
 def _session_processes(mark: str) -> dict[int, str]:

@@ -20,6 +20,7 @@ from moonclipfs.api import RawFile
 from moonclipfs.store.add import add
 from moonclipfs.store.store import Store
 from tests.cli.conftest import checkpoint, safetensors, weights
+from tests.nobody import Nobody
 
 
 @pytest.fixture
@@ -174,6 +175,17 @@ def test_scalars_and_empty_tensors(where: Path) -> None:
         assert snapshot.tensor("none").shape == (0, 5)
 
 
+def test_a_large_tensor_is_decoded_once(where: Path) -> None:
+    large = np.random.default_rng(5).integers(0, 1 << 16, (20 << 20) // 2).astype("u2")
+    put(where, "large", {"large.safetensors": safetensors({"w": large})})
+    with moonclipfs.open(where, "large") as snapshot:
+        snapshot.tensors()
+        before = snapshot.store.objects.counters.bytes_decoded
+        assert np.array_equal(snapshot.tensor("w"), large)
+        assert snapshot.store.objects.counters.bytes_decoded - before == large.nbytes
+        assert snapshot.read("large.safetensors") == safetensors({"w": large})
+
+
 def test_reading_from_many_threads(snapshot: moonclipfs.Snapshot) -> None:
     wanted = weights(2)
     with ThreadPoolExecutor(8) as pool:
@@ -193,13 +205,18 @@ def test_a_flipped_bit_is_an_error_and_never_data(where: Path) -> None:
         snapshot.read("model.safetensors")
 
 
-def test_a_read_only_store_can_be_read(where: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write anywhere")
-    for directory in (where, *(path for path in where.iterdir() if path.is_dir())):
-        directory.chmod(0o500)
-    with moonclipfs.open(where, "run1/step-2") as snapshot:
-        assert np.array_equal(snapshot.tensor("head"), weights(2)["head"])
+def test_a_read_only_store_can_be_read(where: Path, nobody: Nobody) -> None:
+    with nobody.copy(where) as copy:
+        for path in (copy, *copy.rglob("*")):
+            path.chmod(0o500 if path.is_dir() else 0o400)
+
+        def read() -> None:
+            with pytest.raises(errors.PermissionDeniedError):
+                Store.open(copy, write=True)
+            with moonclipfs.open(copy, "run1/step-2") as snapshot:
+                assert np.array_equal(snapshot.tensor("head"), weights(2)["head"])
+
+        nobody.run(read)
 
 
 def test_raw_file_reads_short_only_at_the_end(snapshot: moonclipfs.Snapshot) -> None:

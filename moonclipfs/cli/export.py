@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -12,7 +13,7 @@ from moonclipfs.cli.target import complete_target, many_targets, opened, whole_s
 from moonclipfs.errors import UsageError
 from moonclipfs.store.export import ExportReport, export
 from moonclipfs.store.log import Names
-from moonclipfs.store.target import Target, select
+from moonclipfs.store.target import Target, is_pattern, locate, select
 from moonclipfs.types import Version
 
 
@@ -26,22 +27,40 @@ from moonclipfs.types import Version
 def command(targets_and_directory: tuple[str, ...], everything: bool, overwrite: bool, jobs: int | None) -> None:
     """Write snapshots back as plain files: bytes, holes, modes, times, links and attributes as they were added.
 
-    One snapshot is written into DIRECTORY itself; several, a prefix or a pattern into DIRECTORY/NAME each. Files
-    that are there already with the right length and time are left, so that an interrupted export can be repeated.
+    One snapshot, or a directory or file inside one, is written into DIRECTORY itself; several, a prefix or a pattern
+    into DIRECTORY/NAME each. Files that are there already with the right length and time are left, so that an
+    interrupted export can be repeated.
 
     \b
     Examples:
       moonclipfs export /data/store:run1/checkpoint-500 ./checkpoint-500
+      moonclipfs export /data/store:run1/checkpoint-500/model.safetensors .
       moonclipfs export '/data/store:run1/*' ./run1
       moonclipfs export --all /data/store /backup/plain
     """
     *texts, directory = targets_and_directory
     targets = _targets(texts, everything)
     with opened(targets[0]) as store:
-        for version, place in plan(store.names(), targets, Path(directory), everything):
-            with file_bar(printable(version.path)) as progress:
-                report = export(store, version, place, progress=progress, overwrite=overwrite, jobs=jobs or 0)
-            _print(version, place, report)
+        for part in plan(store.names(), targets, Path(directory), everything):
+            with file_bar(printable(part.version.path)) as progress:
+                report = export(
+                    store,
+                    part.version,
+                    part.destination,
+                    path=part.path,
+                    progress=progress,
+                    overwrite=overwrite,
+                    jobs=jobs or 0,
+                )
+            _print(part, report)
+
+
+class Part(NamedTuple):
+    """What is at `path` of a version, and where it goes."""
+
+    version: Version
+    path: bytes
+    destination: Path
 
 
 def _targets(texts: list[str], everything: bool) -> list[Target]:
@@ -54,25 +73,26 @@ def _targets(texts: list[str], everything: bool) -> list[Target]:
     return many_targets(texts)
 
 
-def plan(names: Names, targets: list[Target], directory: Path, everything: bool) -> list[tuple[Version, Path]]:
-    """Which versions go where. Raises NotFoundError, UsageError for a whole store without --all."""
-    found: dict[tuple[str, int], Version] = {}
-    single = len(targets) == 1
+def plan(names: Names, targets: list[Target], directory: Path, everything: bool) -> list[Part]:
+    """What goes where. Raises NotFoundError, UsageError for a whole store without --all."""
+    if not everything and any(not target.spec for target in targets):
+        raise UsageError("name a snapshot (STORE:NAME), or use --all for every one")
+    parts = []
     for target in targets:
-        if not target.spec and not everything:
-            raise UsageError("name a snapshot (STORE:NAME), or use --all for every one")
-        versions = select(names, target.spec)
-        single = single and [version.path for version in versions] == [target.spec.partition("@")[0]]
-        found |= {(version.path, version.number): version for version in versions}
-    if single and not everything:
-        return [(version, directory) for version in found.values()]
-    return [(version, directory / version.path) for version in found.values()]
+        place = None if is_pattern(names, target.spec) else locate(names, target.spec)
+        if place is not None and place.version is not None:
+            if len(targets) == 1:
+                return [Part(place.version, place.path, directory)]
+            parts.append(Part(place.version, place.path, directory / place.version.path))
+        else:
+            parts += [Part(version, b"", directory / version.path) for version in select(names, target.spec)]
+    return parts
 
 
-def _print(version: Version, place: Path, report: ExportReport) -> None:
+def _print(part: Part, report: ExportReport) -> None:
     for note in report.notes:
         click.echo(f"note: {printable(note)}", err=True)
     there = f", {report.skipped} already there" if report.skipped else ""
     files = f"{report.files} file{'' if report.files == 1 else 's'}"
-    name = f"{printable(version.path)}@{version.number}"
-    click.echo(f"{name}: {files}, {human(report.bytes)}{there}, in {printable(str(place))}")
+    name = f"{printable(part.version.path)}@{part.version.number}" + (f"/{printable(part.path)}" if part.path else "")
+    click.echo(f"{name}: {files}, {human(report.bytes)}{there}, in {printable(str(part.destination))}")

@@ -10,9 +10,8 @@ import click
 
 from moonclipfs.cli.output import emit_json, human, number, printable, table, version_json, when
 from moonclipfs.cli.target import complete_target, one_target, opened
-from moonclipfs.store.log import Names
 from moonclipfs.store.store import Store
-from moonclipfs.store.target import Place, locate, select
+from moonclipfs.store.target import Place, is_pattern, locate, select
 from moonclipfs.types import Entry, EntryType, Version
 
 
@@ -37,15 +36,11 @@ def command(target: str | None, recursive: bool, as_json: bool) -> None:
     wanted = one_target(target)
     with opened(wanted) as store:
         names = store.names()
-        place = Place(None) if _is_pattern(wanted.spec, names) else locate(names, wanted.spec)
+        place = Place(None) if is_pattern(names, wanted.spec) else locate(names, wanted.spec)
         if place.version is None:
             list_versions(select(names, wanted.spec), as_json)
         else:
             list_entries(list(entries(store, place.version, place.path, recursive)), as_json)
-
-
-def _is_pattern(spec: str, names: Names) -> bool:
-    return any(character in spec for character in "*?[") and spec not in names.bound()
 
 
 def entries(store: Store, version: Version, path: bytes, recursive: bool) -> Iterator[tuple[bytes, Entry]]:

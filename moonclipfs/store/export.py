@@ -43,11 +43,12 @@ def export(
     version: Version,
     target: Path,
     *,
+    path: bytes = b"",
     progress: Callable[[Progress], None] | None = None,
     overwrite: bool = False,
     jobs: int = 0,
 ) -> ExportReport:
-    """Write a version's tree into the directory `target`, which is made if need be.
+    """Write a version's tree, or what is at `path` in it, into the directory `target`, which is made if need be.
 
     Bytes, holes, modes, times, symlinks, hard links and extended attributes come back; owners do when run as root.
     A file appears under its name when it is whole and durable. What is there already with the same length and time
@@ -55,20 +56,23 @@ def export(
     before a byte is written, or is replaced with `overwrite` (but never a directory by a file). Files of `target` that
     the version does not have stay. `jobs` threads decode (0: one for each core).
 
-    Raises ExistsError, CorruptError, NoSpaceError, PermissionDeniedError.
+    Raises NotFoundError, ExistsError, CorruptError, NoSpaceError, PermissionDeniedError.
     """
     root = os.fsencode(os.path.abspath(target))
-    entries = [(os.path.join(root, path), entry) for path, entry in store.walk(version)]
+    top = store.lookup(version, path)
+    is_tree = top.type is EntryType.DIRECTORY
+    below = store.walk_directory(top.child) if is_tree else [(top.name, top)]
+    entries = [(os.path.join(root, name), entry) for name, entry in below]
     work = _Export(store, progress or (lambda _: None), overwrite)
     with os_errors(f"write below {target}"):
         os.makedirs(root, exist_ok=True)
-        todo = [(path, entry) for path, entry in entries if not work.is_done(path, entry)]
+        todo = [(place, entry) for place, entry in entries if not work.is_done(place, entry)]
         work.run(todo, jobs or len(os.sched_getaffinity(0)))
         links = work.link_all(entries)
         # Last, and the deepest first: writing into a directory changes its time, and may not be allowed afterwards.
-        directories = [(path, entry) for path, entry in entries if entry.type is EntryType.DIRECTORY]
-        for path, entry in [*reversed(directories), (root, store.root_entry(version))]:
-            work.report.notes += restore_attributes(path, entry)
+        directories = [(place, entry) for place, entry in entries if entry.type is EntryType.DIRECTORY]
+        for place, entry in [*reversed(directories), *([(root, top)] if is_tree else [])]:
+            work.report.notes += restore_attributes(place, entry)
     work.report.files += links
     return work.report
 

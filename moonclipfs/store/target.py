@@ -155,7 +155,7 @@ def select(names: Names, spec: str) -> list[Version]:
     Raises NotFoundError when nothing matches, UsageError when `spec` leads to a path inside a snapshot.
     """
     bound = names.bound()
-    if any(character in spec for character in "*?[") and spec not in bound:
+    if is_pattern(names, spec):
         found = [version for name, version in bound.items() if fnmatch.fnmatchcase(name, spec)]
         if not found:
             raise NotFoundError(f"no snapshot matches {spec}")
@@ -166,6 +166,11 @@ def select(names: Names, spec: str) -> list[Version]:
         below = place.prefix + "/" if place.prefix else ""
         found = [place.version] if place.version else [v for name, v in bound.items() if name.startswith(below)]
     return sorted(found, key=lambda version: natural_key(version.path))
+
+
+def is_pattern(names: Names, spec: str) -> bool:
+    """True when `spec` is to be matched with names, and is not a name itself."""
+    return any(character in spec for character in "*?[") and spec not in names.bound()
 
 
 def _version(names: Names, text: str) -> Version | None:

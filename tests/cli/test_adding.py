@@ -131,7 +131,7 @@ def test_the_name_of_add_in_all_its_forms(run: Run, tmp_path: Path, monkeypatch:
         (["export", "s", "out"], 2, "--all"),
         (["export", "s:zzz", "out"], 3, "no snapshot zzz"),
         (["export", "--all", "s", "s", "out"], 2, "one STORE"),
-        (["export", "s:a/config.json", "out"], 2, "path inside a snapshot"),
+        (["export", "s:a/absent", "out"], 3, "no absent in a@1"),
         (["diff", "s", "src"], 2, "name one"),
         (["diff", "absent", "src"], 3, "no such store"),
         (["gc", "s:a"], 2, "whole store"),
@@ -167,6 +167,19 @@ def test_export_of_several_keeps_their_names(run: Run, filled: Path, tmp_path: P
     assert same_tree(tmp_path / "prefix" / "run1", tmp_path / "src")
     assert run("export", "--all", filled, tmp_path / "all").code == 0
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["other", "run1"]
+
+
+def test_export_of_a_part(run: Run, filled: Path, tmp_path: Path) -> None:
+    done = run("export", f"{filled}:run1/step-2/notes/a b.txt", tmp_path / "file")
+    assert done.out == f"run1/step-2@1/notes/a b.txt: 1 file, 10 B, in {tmp_path}/file\n"
+    assert (tmp_path / "file" / "a b.txt").read_text() == "note\n" * 2
+    assert run("export", f"{filled}:run1/step-10@1/notes", tmp_path / "directory").code == 0
+    assert (tmp_path / "directory" / "a b.txt").read_text() == "note\n" * 10
+    assert run("export", f"{filled}:run1/step-10/notes", "other", tmp_path / "both").code == 0
+    assert sorted(str(path.relative_to(tmp_path / "both")) for path in (tmp_path / "both").rglob("*.*")) == [
+        "other/other.bin",
+        "run1/step-10/a b.txt",
+    ]
 
 
 def test_export_does_not_replace_unless_told(run: Run, filled: Path, tmp_path: Path) -> None:

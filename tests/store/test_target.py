@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from moonclipfs.errors import FormatVersionError, NotFoundError, PermissionDeniedError, UsageError
-from moonclipfs.store import target
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import Place, Target, is_store, locate, parse_target, select
 from moonclipfs.types import Attributes, Entry, EntryType
+from tests.nobody import Nobody
 
 
 @pytest.fixture
@@ -85,23 +84,16 @@ def test_what_makes_no_sense(text: str) -> None:
         parse_target(text)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may look into every directory")
-def test_a_store_of_somebody_else_as_a_user(store: Store) -> None:
-    store.path.chmod(0)
-    with pytest.raises(PermissionDeniedError):
-        parse_target("store")
-    store.path.chmod(0o700)
+def test_a_store_of_somebody_else(store: Store, nobody: Nobody) -> None:
+    with nobody.copy(store.path) as copy:
+        copy.chmod(0)
 
+        def refused() -> None:
+            for text in (str(copy), f"{copy}:run1"):
+                with pytest.raises(PermissionDeniedError, match="cannot look into"):
+                    parse_target(text)
 
-def test_a_store_of_somebody_else(store: Store) -> None:
-    def refuse(path: object) -> None:
-        raise PermissionError(13, "Permission denied", path)
-
-    with (
-        mock.patch.object(target.os, "stat", refuse),  # type: ignore[attr-defined]
-        pytest.raises(PermissionDeniedError, match="cannot look into store"),
-    ):
-        parse_target("store")
+        nobody.run(refused)
 
 
 def test_the_longest_name_wins(named: Store) -> None:
