@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from datetime import UTC
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+
+from fsspec.implementations.local import LocalFileSystem  # noqa: E402
+from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests  # noqa: E402
 
 from moonclipfs.compat.fsspec import MoonclipFileSystem  # noqa: E402
 from moonclipfs.store.add import add  # noqa: E402
@@ -26,12 +30,20 @@ def registered() -> None:
     fsspec.register_implementation("moonclip", MoonclipFileSystem, clobber=True)
 
 
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    """A store with run1/step-2 (two versions), run1/step-2/best below it, and run1/step-10."""
-    with Store.create(tmp_path / "store") as store:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with run1/step-2 (two versions), run1/step-2/best below it, and run1/step-10; and their sources."""
+    root = tmp_path_factory.mktemp("template")
+    with Store.create(root / "store") as store:
         for number, (name, step) in enumerate([("step-2", 1), ("step-2", 2), ("step-2/best", 3), ("step-10", 10)]):
-            add(store, [checkpoint(tmp_path / str(number), step)], name=f"run1/{name}")
+            add(store, [checkpoint(root / str(number), step)], name=f"run1/{name}")
+    return root
+
+
+@pytest.fixture
+def where(tmp_path: Path, template: Path) -> Path:
+    """A copy of the store of `template`; the sources are beside it."""
+    shutil.copytree(template, tmp_path, symlinks=True, dirs_exist_ok=True)
     return tmp_path / "store"
 
 
@@ -205,3 +217,62 @@ def test_a_forked_process_opens_the_store_anew(where: Path, fs: Any) -> None:
     os.close(writing)
     with open(reading, "rb") as answer:
         assert answer.read() == b'{"step": 2} 2'
+
+
+class TestGet(AbstractFixtures, AbstractGetTests):  # type: ignore[misc]
+    """The tests that fsspec has for reading from a file system."""
+
+    @pytest.fixture
+    def fs(self) -> Any:
+        MoonclipFileSystem.clear_instance_cache()
+        return fsspec.filesystem("moonclip")
+
+    @pytest.fixture
+    def fs_path(self, tmp_path: Path) -> str:
+        return str(tmp_path / "store" / "scenario")
+
+    @pytest.fixture
+    def local_fs(self) -> LocalFileSystem:
+        return LocalFileSystem(auto_mkdir=True)
+
+    @pytest.fixture
+    def stored(self, tmp_path: Path, fs: Any, fs_path: str) -> Iterator[Callable[..., str]]:
+        """Lets a scenario be built on the disk, and stores it."""
+
+        def build(scenario: Callable[..., str]) -> str:
+            scenario(LocalFileSystem(auto_mkdir=True), os.path.join, str(tmp_path / "built"))
+            with Store.create(tmp_path / "store") as store:
+                add(store, [tmp_path / "built"], name="scenario")
+            return f"{fs_path}/source"
+
+        yield build
+        for store, _ in fs._stores.values():
+            store.close()
+
+    @pytest.fixture
+    def fs_bulk_operations_scenario_0(self, stored: Callable[..., str]) -> str:
+        return stored(self._bulk_operations_scenario_0)
+
+    @pytest.fixture
+    def fs_glob_edge_cases_files(self, stored: Callable[..., str]) -> str:
+        return stored(self._glob_edge_cases_files)
+
+    @pytest.fixture
+    def fs_dir_and_file_with_same_name_prefix(self, stored: Callable[..., str]) -> str:
+        return stored(self._dir_and_file_with_same_name_prefix)
+
+    @pytest.fixture
+    def fs_10_files_with_hashed_names(self, stored: Callable[..., str]) -> str:
+        return stored(self._10_files_with_hashed_names)
+
+    def test_get_directory_recursive(self, stored: Callable[..., str], fs: Any, tmp_path: Path) -> None:
+        """As theirs, which makes its source through the file system."""
+        source = stored(self._dir_and_file_with_same_name_prefix) + "/subdir"
+        target = tmp_path / "target"
+        for _ in range(2):
+            fs.get(source, str(target), recursive=True)
+        assert sorted(str(path.relative_to(target)) for path in target.rglob("*")) == [
+            "subdir",
+            "subdir/subfile.txt",
+            "subfile.txt",
+        ]
