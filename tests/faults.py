@@ -95,6 +95,11 @@ class FaultyOps(HookedOps):
         self.count = 0
         self.failed = ""
 
+    @property
+    def reached(self) -> bool:
+        """Whether there was a call number `at`."""
+        return self.count > self.at
+
     def before(self, name: str, arguments: tuple[object, ...]) -> None:
         number = self.count
         self.count += 1
