@@ -86,8 +86,8 @@ INDEX_BYTES = 64 * MIB
 """A JSON index of shards, or the metadata of a distributed checkpoint, that `verify --contents` reads."""
 
 # Work in flight
-INGEST_BYTES = 256 * MIB
-"""Raw bytes that one ingest holds in memory at most."""
+INGEST_BYTES = 512 * MIB
+"""Memory that the pieces which one ingest works on at a time take at most."""
 BLOCK_CACHE_BYTES = 256 * MIB
 HEAD_CACHE_BYTES = 32 * MIB
 """Parsed heads of encoded objects."""

@@ -72,8 +72,7 @@ class IngestStats:
 class Intake:
     """Turns files and directories into objects of a sink.
 
-    Workers hash and encode pieces side by side; the raw bytes in work are bounded by `limits.INGEST_BYTES`. One
-    thread uses it at a time.
+    Workers hash and encode pieces side by side, within `limits.INGEST_BYTES` of memory. One thread uses it at a time.
     """
 
     def __init__(self, sink: Sink, rules: CutRules, workers: int = 0) -> None:
