@@ -52,8 +52,9 @@ def command(
       moonclipfs add --move /data/store:run1/ out/checkpoint-*
 
     \b
-    JSON: dry_run, raw, stored, shared, delta, delta_stored, full, full_stored, literal, holes (bytes);
-          snapshots: a list of the same counts and name, version (null in a dry run), unchanged, files, bytes
+    JSON: dry_run; raw, stored, shared, delta, delta_stored, full, full_stored, literal, holes
+          (bytes); snapshots: a list of the same counts and name, version (null in a dry run),
+          unchanged, files, bytes
     """
     if move and dry_run:
         raise UsageError("--move and --dry-run exclude each other")

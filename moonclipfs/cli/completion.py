@@ -12,7 +12,10 @@ from moonclipfs.errors import UsageError
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    """Print the code that makes SHELL complete commands, options and names of snapshots.
+    """Print the code that makes SHELL complete commands, options, and names of snapshots.
+
+    Names are completed after STORE: and, with $MOONCLIPFS_STORE, alone; bash, which splits words at a colon, completes
+    the latter only.
 
     \b
     Examples:

@@ -40,9 +40,11 @@ def command(left: str, right: str, expect_unchanged: tuple[str, ...], show_all: 
 
     \b
     JSON: different, violations, and
-      tensors: name, change (unchanged changed added removed dtype shape), left, right {path, dtype, shape},
-               values {elements, changed, share, max_abs, mean_abs, norm, not_finite} or null, note
+      tensors: name, change (unchanged changed added removed dtype shape),
+               left and right {path, dtype, shape} or null, note,
+               values {elements, changed, share, max_abs, mean_abs, norm, not_finite} or null
       files:   path, change; for what is not in tensors
+    What is unchanged is listed with --all only.
     """
     with ExitStack() as stack:
         stores: list[Store] = []

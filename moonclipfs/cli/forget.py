@@ -44,8 +44,8 @@ def command(
       moonclipfs forget --dry-run --keep-last 5 /data/store
 
     \b
-    JSON: dry_run, exclusive (bytes that only the forgotten need), keep and drop: lists of {name, version, reasons},
-          gc: as of `moonclipfs gc --json`
+    JSON: dry_run, exclusive (bytes that only the forgotten need),
+          keep and drop: lists of {name, version, reasons}, gc: as of `moonclipfs gc --json`
     """
     wanted = many_targets(targets)
     names = tuple(target.spec for target in wanted if target.spec)

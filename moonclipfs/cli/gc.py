@@ -28,8 +28,9 @@ def command(store: str | None, dry_run: bool, no_repack: bool, as_json: bool) ->
       moonclipfs gc --dry-run --json /data/store
 
     \b
-    JSON (sizes in bytes): dry_run, live_objects, live_bytes, dead_bytes, deleted_packs, deleted_bytes, copied_bytes,
-                           freed_bytes, waiting_packs, waiting_bytes, waiting_for, leftovers, log_records, problems
+    JSON (sizes in bytes): dry_run, live_objects, live_bytes, dead_bytes, deleted_packs,
+          deleted_bytes, copied_bytes, freed_bytes, waiting_packs, waiting_bytes, waiting_for,
+          leftovers, log_records, problems
     """
     with opened(whole_store(store), write=True) as opened_store, byte_bar("gc") as progress:
         report = collect(opened_store, progress=progress, dry_run=dry_run, repack=not no_repack)

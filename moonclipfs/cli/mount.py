@@ -10,7 +10,8 @@ from moonclipfs import limits
 from moonclipfs.cli.output import printable
 from moonclipfs.cli.target import complete_target, whole_store
 from moonclipfs.errors import UsageError
-from moonclipfs.fuse.mount import MountOptions, mount
+from moonclipfs.fuse.mount import mount
+from moonclipfs.fuse.prepare import MountOptions
 
 
 @click.command("mount")

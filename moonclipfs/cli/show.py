@@ -31,8 +31,9 @@ def command(target: str | None, files_only: bool, as_json: bool) -> None:
 
     \b
     JSON of a file:   path, size, format, reason, tensors, and as a tensor: stored .. sharers
-    JSON of a tensor: name, dtype, shape, size; stored (encoded bytes), new (those of them that nothing
-                      before uses), raw {full, delta, shared, literal, hole: bytes}, depth, bases, sharers
+    JSON of a tensor: name, dtype, shape, size; stored (encoded bytes), new (those of them
+                      that nothing before uses), raw {full, delta, shared, literal, hole: bytes},
+                      depth, bases, sharers
     """
     wanted = one_target(target)
     with opened(wanted) as store:

@@ -11,7 +11,7 @@ from moonclipfs.cli.progress import byte_bar
 from moonclipfs.cli.target import complete_target, opened, whole_store
 from moonclipfs.errors import CorruptError
 from moonclipfs.store.check import verify
-from moonclipfs.store.problems import Problem, VerifyReport
+from moonclipfs.store.problems import Problem, ProblemKind, VerifyReport
 
 _AFFECTED_SHOWN = 20
 
@@ -24,7 +24,8 @@ _AFFECTED_SHOWN = 20
 def command(store: str | None, quick: bool, contents: bool, as_json: bool) -> int:
     """Check a store: every log record, every directory, every object decoded and hashed; name the files affected.
 
-    Exit code 0 when all is well, 5 when stored bytes are damaged or missing, 1 when only --contents found something.
+    Exit code 0 when all is well; 5 when stored bytes are damaged or missing; 1 when only --contents found something, or
+    only the index, a cache, was wrong and was made anew.
 
     \b
     Examples:
@@ -33,8 +34,8 @@ def command(store: str | None, quick: bool, contents: bool, as_json: bool) -> in
 
     \b
     JSON: ok, quick, versions, packs, objects, object_bytes,
-          problems: a list of {kind (log pack object missing chain tree index contents), where, message,
-                               affected: [NAME@N/PATH], repaired}
+          problems: a list of {kind (log pack object missing chain tree index contents),
+                               where, message, affected: [NAME@N/PATH], repaired}
     """
     with opened(whole_store(store)) as opened_store, byte_bar("verifying") as progress:
         report = verify(opened_store, quick=quick, contents=contents, progress=progress)
@@ -46,11 +47,9 @@ def command(store: str | None, quick: bool, contents: bool, as_json: bool) -> in
 
 
 def exit_code(report: VerifyReport) -> int:
-    """The exit code for what was found; what was repaired counts as well."""
-    if report.ok:
-        return 0
-    damaged = any(problem.kind != "contents" for problem in report.problems)
-    return CorruptError.exit_code if damaged else 1
+    """The exit code for what was found: that of damage only when some is left."""
+    damaged = any(problem.kind is not ProblemKind.CONTENTS and not problem.repaired for problem in report.problems)
+    return CorruptError.exit_code if damaged else int(not report.ok)
 
 
 def _print(report: VerifyReport) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from moonclipfs.cli.verify import exit_code
+from moonclipfs.store.problems import Problem, ProblemKind, VerifyReport
 from tests.cli.conftest import Run
 
 
@@ -176,12 +178,32 @@ def test_doctor_of_a_store_without_leases_directory(run: Run, filled: Path) -> N
     assert "PROBLEM  " in done.out
 
 
-def test_warnings_of_the_rooms_below_are_lines_on_stderr(run: Run, filled: Path, expect_log) -> None:  # type: ignore[no-untyped-def]
-    record = sorted((filled / "log").iterdir())[-1]
+def test_doctor_names_a_damaged_record(run: Run, filled: Path, expect_log: Callable[[str], None]) -> None:
+    record = max((filled / "log").iterdir())
     record.chmod(0o600)
-    record.write_bytes(record.read_bytes()[:-10])
-    expect_log(r"ERROR moonclipfs.store.log: .*damaged|left out")
-    done = run("ls", filled)
-    assert done.code == 0
-    assert "run1/step-10" not in done.out
-    assert os.path.basename(record)[:16] in run("doctor", filled).out
+    record.write_bytes(b"{}")
+    expect_log("left out")
+    done = run("doctor", filled)
+    assert done.code == 1
+    assert record.name.partition(".")[0] in done.out
+
+
+@pytest.mark.parametrize(
+    ("problems", "code"),
+    [
+        ([], 0),
+        ([Problem(ProblemKind.CONTENTS, "x", "cut")], 1),
+        ([Problem(ProblemKind.INDEX, "x", "wrong", repaired=True)], 1),
+        ([Problem(ProblemKind.INDEX, "x", "wrong", repaired=True), Problem(ProblemKind.LOG, "x", "gone")], 5),
+    ],
+)
+def test_exit_codes_of_verify(problems: list[Problem], code: int) -> None:
+    assert exit_code(VerifyReport(problems=problems)) == code
+
+
+def test_long_lists_of_affected_files_are_cut(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(ProblemKind.OBJECT, "pack", "damaged", [f"x@1/{number}" for number in range(50)])
+    monkeypatch.setattr("moonclipfs.cli.verify.verify", lambda *_, **options: VerifyReport(problems=[problem]))
+    done = run("verify", filled)
+    assert done.code == 5
+    assert done.out.splitlines()[20:22] == ["    x@1/19", "    and 30 more"]

@@ -75,10 +75,15 @@ def test_an_error_is_one_line_and_the_code_of_its_kind(
     kind: type[errors.MoonclipError], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> int:
-        raise kind("cannot read\n \x1b[2Jthis")
+        raise kind("cannot read\nthis \x1b[2J")
 
     assert entry.guarded(fail) == kind.exit_code
-    assert capsys.readouterr().err == "moonclipfs: cannot read \\x1b[2Jthis\n"
+    assert capsys.readouterr().err == "moonclipfs: cannot read\\x0athis \\x1b[2J\n"
+
+
+def test_a_list_in_a_message_is_indented_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.complain("in use by:\n  pid 1: a\nb\n  pid 2\n", 8) == 8
+    assert capsys.readouterr().err == "moonclipfs: in use by:\n  pid 1: a\\x0ab\n  pid 2\n"
 
 
 def test_exit_codes_are_all_in_the_help() -> None:
@@ -161,10 +166,26 @@ def test_completion_prints_code_for_the_shell(shell: str, capsys: pytest.Capture
 
 
 def test_completion_answers_with_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert completions("moonclipfs un", capsys, monkeypatch) == [""]
+    assert completions("moonclipfs um", capsys, monkeypatch) == ["plain,umount"]
+    assert completions("moonclipfs verify --q", capsys, monkeypatch) == ["plain,--quick"]
+
+
+def completions(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("_MOONCLIPFS_COMPLETE", "bash_complete")
-    monkeypatch.setenv("COMP_WORDS", "moonclipfs un")
-    monkeypatch.setenv("COMP_CWORD", "1")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    capsys.readouterr()
     assert entry.main() == 0
-    monkeypatch.setenv("COMP_WORDS", "moonclipfs um")
-    assert entry.main() == 0
-    assert capsys.readouterr().out == "plain,umount\n"
+    return capsys.readouterr().out.splitlines()
+
+
+def test_completion_answers_with_names_of_snapshots(
+    filled: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = completions(f"moonclipfs ls {filled}:run1/step-1", capsys, monkeypatch)
+    assert found == [f"plain,{filled}:run1/step-1", f"plain,{filled}:run1/step-10"]
+    assert completions("moonclipfs ls /absent:x", capsys, monkeypatch) == ["file,/absent:x"]
+    assert completions(f"moonclipfs ls {filled}", capsys, monkeypatch) == [f"file,{filled}"]
+    monkeypatch.setenv("MOONCLIPFS_STORE", str(filled))
+    assert completions("moonclipfs show oth", capsys, monkeypatch) == ["plain,other"]

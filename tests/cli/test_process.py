@@ -119,6 +119,18 @@ def test_ctrl_c_is_one_line_and_leaves_nothing_visible(
     assert run("verify", filled).code == 0
 
 
+def test_warnings_are_lines_of_their_own(environment: dict[str, str], filled: Path) -> None:
+    record = max((filled / "log").iterdir())
+    record.chmod(0o600)
+    record.write_bytes(b"{}")
+    process = spawn(environment, "ls", filled, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate()
+    assert process.returncode == 0
+    assert b"run1/step-2 " in out
+    assert b"run1/step-10" not in out
+    assert re.fullmatch(rb"moonclipfs: .*" + record.name.encode() + rb".*left out\n", err), err
+
+
 def test_the_console_script_is_declared() -> None:
     assert 'moonclipfs = "moonclipfs.cli.main:main"' in (ROOT / "pyproject.toml").read_text()
 
