@@ -278,7 +278,8 @@ class _Run:
 
     def _delete_free(self) -> tuple[dict[str, int], dict[str, LeaseState]]:
         """Delete what can go now; returns the sizes of packs that cannot, and the leases in the way."""
-        self._survey.mark()
+        # A crash must not undo a `forget` of another process because of which something is deleted here.
+        self._store.log.settle(self._survey.mark())
         table = self._survey.footers.table()
         condemned = {pack: record for pack, record in self._survey.condemned.items() if pack in table.numbers}
         free = removable(table, self._survey.needed.ids(), (), list(condemned))

@@ -217,6 +217,14 @@ class Log:
         """Announce that packs are going to be deleted."""
         return self.append("condemn", lambda names: {"packs": sorted(set(packs))})
 
+    def settle(self, names: Names) -> None:
+        """Make the records that `names` take in durable, also those that others have not finished making so: before
+        anything is deleted because of what they say. Raises BackendError.
+        """
+        if names.sequence > self._durable:
+            self._backend.settle("log/")
+            self._durable = names.sequence
+
     def trim(self) -> int:
         """Delete the records before the last two whole checkpoints, oldest first. Returns how many."""
         checkpoints = 0
@@ -227,7 +235,7 @@ class Log:
             except (CorruptError, NotFoundError):
                 continue
             checkpoints += record["type"] == "checkpoint"
-            if checkpoints == 2:
+            if checkpoints == 2:  # this one is durable: another was created after it
                 for number in numbers[:index]:
                     self._backend.delete(record_name(number))
                 return index
@@ -334,9 +342,8 @@ class Log:
         """Create the record after `names`. Raises ExistsError when another process did."""
         sequence = names.sequence + 1
         data = encode_record(sequence, type_, body)
-        if names.sequence > self._durable:
-            # Else a crash might keep our record and lose one before it that its writer has not made durable yet.
-            self._backend.settle("log/")
+        # Else a crash might keep our record and lose one before it.
+        self.settle(names)
         self._backend.create(record_name(sequence), data)
         self._durable = sequence
         state = names._state.copy()

@@ -201,6 +201,40 @@ def test_crash_between_two_processes_that_publish(tmp_path: Path, part: str) -> 
     assert check_all(life.recorder, tmp_path, life.truth) >= 6
 
 
+def test_crash_while_another_process_collects_what_is_being_forgotten(tmp_path: Path) -> None:
+    life = Life(new_store(tmp_path / "store"))
+    with opened(life.root, life.recorder) as store:
+        life.add(store, "run/1", {"model": noise(1, 3000)})
+        life.add(store, "run/2", {"model": noise(2, 3000)})
+
+    def meanwhile() -> None:
+        with opened(life.root, life.recorder) as rival:
+            assert collect(rival, wait_seconds=0).waiting_packs, "the slow one has not seen the record"
+
+    with opened(life.root, _Both(life.recorder, "link", "/log/", meanwhile)) as store:
+        life.forget(store, "run/1", 1)
+    with opened(life.root, life.recorder) as store:
+        assert collect(store, wait_seconds=0).deleted_packs == 1
+    assert check_all(life.recorder, tmp_path, life.truth) >= 10
+
+
+def test_crash_while_another_process_trims_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old records may go when a checkpoint holds what they say, and that is durable."""
+    monkeypatch.setattr(limits, "LOG_CHECKPOINT_EVERY", 2)
+    life = Life(new_store(tmp_path / "store"))
+    with opened(life.root, life.recorder) as store:
+        for number in range(3):
+            life.add(store, f"run/{number}", {"model": noise(number, 3000)})
+
+    def meanwhile() -> None:
+        with opened(life.root, life.recorder) as rival:
+            assert rival.log.trim() == 2
+
+    with opened(life.root, _Both(life.recorder, "link", "0000006.json", meanwhile)) as store:
+        life.add(store, "run/3", {"model": noise(3, 3000)})
+    assert check_all(life.recorder, tmp_path, life.truth) >= 10
+
+
 class _Reckless(RecordingOps):
     """A recorder that leaves out one kind of event: what a program that forgot it would leave to a crash."""
 
