@@ -52,7 +52,7 @@ def command(
     if targets and not names and keep_last is None and keep_every is None:
         raise UsageError("name what to forget (STORE:NAME), or give --keep-last or --keep-every")
     rules = Rules(keep_last, keep_every, keep_versions, names, pinned)
-    with opened(wanted[0], write=not dry_run) as store, byte_bar("gc") as progress:
+    with opened(wanted[0], reclaim=not dry_run) as store, byte_bar("gc") as progress:
         chosen = plan(store.names(), rules)
         report = forget(store, chosen.drop, dry_run=dry_run, progress=progress)
     if as_json:

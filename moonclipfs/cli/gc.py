@@ -32,7 +32,7 @@ def command(store: str | None, dry_run: bool, no_repack: bool, as_json: bool) ->
           deleted_bytes, copied_bytes, freed_bytes, waiting_packs, waiting_bytes, waiting_for,
           leftovers, log_records, problems
     """
-    with opened(whole_store(store), write=True) as opened_store, byte_bar("gc") as progress:
+    with opened(whole_store(store), reclaim=not dry_run) as opened_store, byte_bar("gc") as progress:
         report = collect(opened_store, progress=progress, dry_run=dry_run, repack=not no_repack)
     if as_json:
         emit_json(gc_json(report))

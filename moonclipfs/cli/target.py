@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from moonclipfs.errors import MoonclipError, UsageError
+from moonclipfs.store.gc import open_to_reclaim
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import Target, parse_target
 
@@ -69,10 +70,11 @@ def whole_store(text: str | None) -> Path:
 
 
 @contextmanager
-def opened(target: Target | Path, *, write: bool = False) -> Iterator[Store]:
-    """Open the store of a target for the time of a command."""
+def opened(target: Target | Path, *, write: bool = False, reclaim: bool = False) -> Iterator[Store]:
+    """Open the store of a target for the time of a command; with `reclaim`, for writing even on a full disk."""
     path = target.store if isinstance(target, Target) else target
-    with Store.open(path, write=write, purpose=click.get_current_context().command_path) as store:
+    purpose = click.get_current_context().command_path
+    with open_to_reclaim(path, purpose) if reclaim else Store.open(path, write=write, purpose=purpose) as store:
         yield store
 
 
