@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from moonclipfs.cli.output import emit_json, human, printable, ratio, table
+from moonclipfs.cli.output import emit_json, human, printable, table
 from moonclipfs.cli.target import complete_target, many_targets, opened
 from moonclipfs.store.target import select
 from moonclipfs.store.usage import VersionUsage, du
@@ -39,8 +39,8 @@ def command(targets: tuple[str, ...], as_json: bool) -> None:
         return
     table(
         (_row(usage) for usage in usages),
-        ("SNAPSHOT", "SIZE", "STORED", "RATIO", "EXCLUSIVE", "SHARED"),
-        right=range(1, 6),
+        ("SNAPSHOT", "SIZE", "STORED", "EXCLUSIVE", "SHARED"),
+        right=range(1, 5),
     )
 
 
@@ -49,7 +49,6 @@ def _row(usage: VersionUsage) -> tuple[str, ...]:
         f"{printable(usage.version.path)}@{usage.version.number}",
         human(usage.logical),
         human(usage.stored),
-        ratio(usage.logical, usage.stored),
         human(usage.exclusive),
         human(usage.shared),
     )

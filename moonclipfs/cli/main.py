@@ -161,7 +161,9 @@ def guarded(action: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_SIGNAL + signal.SIGPIPE
     except OSError as error:
-        return complain(os_message(error), 1)
+        from moonclipfs.store.backend import from_os_error  # here, since help must not wait for all that this imports
+
+        return complain(os_message(error), from_os_error(error, "").exit_code)
     except MemoryError:
         return complain("out of memory", 1)
     except Exception as error:

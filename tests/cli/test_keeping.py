@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 def test_du_tells_what_snapshots_cost(run: Run, filled: Path) -> None:
     done = run("du", filled)
     assert done.code == 0
-    assert done.out.splitlines()[0].split() == ["SNAPSHOT", "SIZE", "STORED", "RATIO", "EXCLUSIVE", "SHARED"]
+    assert done.out.splitlines()[0].split() == ["SNAPSHOT", "SIZE", "STORED", "EXCLUSIVE", "SHARED"]
     told = {one["name"]: one for one in run("du", "--json", filled).json}
     assert set(told["other"]) == {"name", "version", "logical", "stored", "exclusive", "shared"}
     assert told["other"]["logical"] == 10240

@@ -97,7 +97,8 @@ def test_exit_codes_are_all_in_the_help() -> None:
     ("error", "code", "text"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(errno.EIO, "Input/output error", "/x"), 1, "/x: Input/output error"),
+        (OSError(errno.EIO, "Input/output error", "/x"), 11, "/x: Input/output error"),
+        (PermissionError(errno.EACCES, "Permission denied", b"/x\xff"), 7, "/x\\xff: Permission denied"),
         (MemoryError(), 1, "out of memory"),
         (KeyError("k"), 70, "bug: KeyError: 'k' (see where with MOONCLIPFS_TRACEBACK=1, and please report it)"),
     ],
@@ -134,7 +135,7 @@ def test_a_full_disk_behind_stdout_is_an_error() -> None:
             [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
         )
     assert done.stderr == "moonclipfs: No space left on device\n"
-    assert done.returncode == 1
+    assert done.returncode == errors.NoSpaceError.exit_code
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
