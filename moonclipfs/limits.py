@@ -102,7 +102,7 @@ NODES = 1 << 20
 """Names that the kernel may know at one time; past a quarter of it, it is asked to forget the oldest."""
 PREFETCH_BYTES = 16 * MIB
 """Read ahead of one sequential reader at most, and only where the block cache holds several times as much."""
-PREFETCH_STEP_BYTES = 1 * MIB
+PREFETCH_STEP_BYTES = 2 * MIB
 """Decoded ahead by one thread at a time."""
 PREFETCH_QUEUE = 256
 STREAMS = 8
@@ -135,5 +135,5 @@ PROVENANCE_COMMAND_CHARACTERS = 8 * KIB
 PROVENANCE_GIT_SECONDS = 2.0
 COMPARE_WINDOW_BYTES = 4 * MIB
 """`diff` compares tensors in windows of at most this many bytes of each side."""
-COMPARE_STRIDED_BYTES = 1 * GIB
-"""A tensor that is not contiguous is compared only when its storage is no longer, since it is held in memory."""
+COMPARE_STRIDED_BYTES = 256 * MIB
+"""A tensor whose elements lie in another order than those of its counterpart is held in memory: only up to this."""

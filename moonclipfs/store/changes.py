@@ -121,19 +121,34 @@ def _same(a: Extent, a_at: int, b: Extent, b_at: int, length: int) -> bool:
 def compare_values(left: Source, old: Tensor, right: Source, new: Tensor, ranges: list[Range]) -> ValueChange:
     """Count what changed between two tensors of one shape; only `ranges` (bytes of both) can differ.
 
-    Raises LimitError for a tensor that is not contiguous and larger than COMPARE_STRIDED_BYTES.
+    Raises LimitError when their elements lie in different orders and are more than COMPARE_STRIDED_BYTES.
     """
     elements = math.prod(old.shape)
     numbers = is_number(old.dtype) and is_number(new.dtype)
     if not numbers:
         elements = old.length
     total = _Total()
-    if old.strides is None and new.strides is None:
+    if (old.strides is None and new.strides is None) or _same_order(old, new):
         for first, count in _windows(ranges, elements, old.dtype, new.dtype):
             _count(total, _read(left, old, first, count), old.dtype, _read(right, new, first, count), new.dtype)
     elif elements:
-        _count(total, _gather(left, old), old.dtype, _gather(right, new), new.dtype)
+        ours, theirs = _gather(left, old), _gather(right, new)
+        everything = [(0, -(-elements * old.dtype.bits // 8))]
+        for first, count in _windows(everything, elements, old.dtype, new.dtype):
+            _count(total, ours[first : first + count], old.dtype, theirs[first : first + count], new.dtype)
     return total.result(elements, numbers=numbers)
+
+
+def _same_order(old: Tensor, new: Tensor) -> bool:
+    """True when both tensors hold each element once, in one and the same order: transposed alike, for example."""
+    if old.strides is None or old.strides != new.strides:
+        return False
+    expected = 1
+    for stride, dimension in sorted(zip(old.strides, old.shape, strict=True)):
+        if dimension != 1 and stride != expected:
+            return False
+        expected *= dimension
+    return True
 
 
 def _windows(ranges: list[Range], elements: int, old: DType, new: DType) -> Iterator[Range]:
@@ -158,7 +173,7 @@ def _gather(source: Source, tensor: Tensor) -> NDArray[Any]:
     """The codes of a tensor of any strides, in the order of its elements."""
     elements = math.prod(tensor.shape)
     if max(tensor.length, elements * tensor.dtype.width) > limits.COMPARE_STRIDED_BYTES:
-        raise LimitError(f"not contiguous, and larger than {limits.COMPARE_STRIDED_BYTES} bytes")
+        raise LimitError(f"elements in another order, and more than {limits.COMPARE_STRIDED_BYTES} bytes")
     codes = element_codes(source.read(tensor.offset, tensor.length), tensor.dtype)
     if tensor.strides is None:
         return codes

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from moonclipfs.errors import LimitError
 from moonclipfs.formats.layout import Tensor
 from moonclipfs.store import changes, compare
 from moonclipfs.store.compare import Change
@@ -250,9 +251,31 @@ def test_an_empty_side_and_an_empty_tensor(tmp_path: Path) -> None:
     assert found(report) == {"x": Change.ADDED, "s": Change.ADDED}
 
 
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_views_of_one_order_need_no_memory(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed on both sides: element by element as they lie. In different orders: put in order, if that is small."""
+    monkeypatch.setattr("moonclipfs.limits.COMPARE_STRIDED_BYTES", limit)
+    monkeypatch.setattr("moonclipfs.limits.COMPARE_WINDOW_BYTES", 64)
+    a = np.arange(600, dtype=np.float32).reshape(20, 30)
+    b = a.copy()
+    b[3, 4] += 2
+    transposed = Tensor("w", DType.F32, (30, 20), 0, a.nbytes, strides=(1, 30))
+    expected = changes.ValueChange(600, 1, 0, 2.0, 2 / 600, 2.0)
+    left, right = BytesSource(a.tobytes()), BytesSource(b.tobytes())
+    assert changes.compare_values(left, transposed, right, transposed, [(0, a.nbytes)]) == expected
+    plain = Tensor("w", DType.F32, (30, 20), 0, a.nbytes)
+    unfolded = BytesSource(np.ascontiguousarray(b.T).tobytes())
+    if limit:
+        assert changes.compare_values(left, transposed, unfolded, plain, [(0, a.nbytes)]) == expected
+    else:
+        with pytest.raises(LimitError, match="in another order"):
+            changes.compare_values(left, transposed, unfolded, plain, [(0, a.nbytes)])
+
+
 def test_a_view_that_would_unfold_without_bound_is_not_unfolded() -> None:
     wide = Tensor("w", DType.F32, (1 << 20, 1 << 20), 0, 4, strides=(0, 0))
-    with pytest.raises(Exception, match="not contiguous, and larger"):
+    assert not changes._same_order(wide, wide)
+    with pytest.raises(LimitError, match="in another order, and more than"):
         changes.compare_values(BytesSource(b"1234"), wide, BytesSource(b"5678"), wide, [(0, 4)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -305,32 +306,48 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_forget_and_gc_at_no_byte_free(small_disk: Path) -> None:
-    root = small_disk / "store"
+def fill_disk(disk: Path) -> Path:
+    """A store with little to keep, and not one byte left beside it."""
+    root = disk / "store"
     Store.create(root).close()
     kept = {"f": noise(1, 2 << 20)}
     with Store.open(root, write=True) as store:
         for number in range(6):
-            publish(store, f"old{number}", {"big": noise(100 + number, 5 << 20)})
-        publish(store, "half", {**kept, "g": noise(2, 5 << 20)})
+            publish(store, f"old/{number}", {"big": noise(100 + number, 5 << 20)})
+        publish(store, "old/half", {**kept, "g": noise(2, 5 << 20)})
         publish(store, "kept", kept)
-    filler = (small_disk / "filler").open("wb")
+    filler = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="No space"):
         while True:
-            filler.write(bytes(4096))
-            filler.flush()
-    with pytest.raises(OSError, match="No space"):
-        filler.close()
-    assert os.statvfs(small_disk).f_bavail == 0
+            os.write(filler, bytes(4096))
+    os.close(filler)
+    assert os.statvfs(disk).f_bavail == 0
     with pytest.raises(NoSpaceError):
         Store.open(root, write=True)
-    with open_to_reclaim(root, "forget") as store:
-        names = store.names()
-        report = forget(store, [version for version in names.all_versions() if version.path != "kept"])
-        assert report.exclusive is not None
-        assert report.gc.deleted_bytes > report.exclusive > 35 << 20
-        assert contents(store, "kept") == kept
+    return root
+
+
+def assert_room_again(root: Path) -> None:
+    assert os.statvfs(root).f_bavail * os.statvfs(root).f_frsize > 30 << 20
     assert (root / "reserve").stat().st_blocks * 512 >= limits.RESERVE_BYTES
     with Store.open(root) as store:
         assert verify(store).ok
-        assert contents(store, "kept") == kept
+        assert contents(store, "kept") == {"f": noise(1, 2 << 20)}
+
+
+def test_forget_and_gc_at_no_byte_free(small_disk: Path) -> None:
+    root = fill_disk(small_disk)
+    with open_to_reclaim(root, "forget") as store:
+        report = forget(store, [version for version in store.names().all_versions() if version.path != "kept"])
+        assert report.exclusive is not None
+        assert report.gc.deleted_bytes > report.exclusive > 35 << 20
+    assert_room_again(root)
+
+
+def test_the_command_at_no_byte_free(small_disk: Path) -> None:
+    root = fill_disk(small_disk)
+    program = "import sys; from moonclipfs.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "forget", f"{root}:old"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert_room_again(root)
