@@ -133,7 +133,7 @@ LEASE_SILENCE_SECONDS = 60.0
 PROVENANCE_COMMAND_CHARACTERS = 8 * KIB
 """A longer command line is cut off in a snapshot's provenance."""
 PROVENANCE_GIT_SECONDS = 2.0
-COMPARE_WINDOW_BYTES = 4 * MIB
+COMPARE_WINDOW_BYTES = 1 * MIB
 """`diff` compares tensors in windows of at most this many bytes of each side."""
 COMPARE_STRIDED_BYTES = 256 * MIB
 """A tensor whose elements lie in another order than those of its counterpart is held in memory: only up to this."""

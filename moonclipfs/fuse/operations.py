@@ -23,7 +23,7 @@ from pyfuse3 import ModeT as Mode
 from pyfuse3 import XAttrNameT as XattrName
 
 from moonclipfs import limits
-from moonclipfs.errors import MoonclipError, NotFoundError
+from moonclipfs.errors import CorruptError, MoonclipError, NotFoundError
 from moonclipfs.fuse.handles import Handles
 from moonclipfs.fuse.nodes import NodeTable
 from moonclipfs.fuse.reading import Reads
@@ -55,6 +55,9 @@ def _answers(handler: Handler[P, T]) -> Handler[P, T]:
         except NotFoundError as error:
             raise FUSEError(errno.ENOENT) from error
         except MoonclipError as error:
+            node = self.node_of(name, args)
+            if isinstance(error, CorruptError) and node is not None and not self.tree.is_kept(node):
+                raise FUSEError(errno.ESTALE) from error
             log.error("%s %s: %s", name, self.describe(name, args), error)
             raise FUSEError(error.errno) from error
         except Exception as error:
@@ -88,12 +91,18 @@ class Operations(pyfuse3.Operations):
         """Told by pyfuse3 when the kernel has greeted: requests come from here on."""
         self.answering.set()
 
-    def describe(self, name: str, args: Sequence[Any]) -> str:
-        """What a request is about, for the log: the path, and where in the file."""
+    def node_of(self, name: str, args: Sequence[Any]) -> Node | None:
+        """The file or directory that a request is about, if the kernel may ask about it at all."""
         try:
             directory = name in ("readdir", "releasedir")
-            node = self.handles.directories[args[0]].node if directory else self.nodes[args[0]]
+            return self.handles.directories[args[0]].node if directory else self.nodes[args[0]]
         except (KeyError, IndexError):
+            return None
+
+    def describe(self, name: str, args: Sequence[Any]) -> str:
+        """What a request is about, for the log: the path, and where in the file."""
+        node = self.node_of(name, args)
+        if node is None:
             return f"with {args!r}"
         if name == "read":
             return f"of {node.place} at offset {args[1]}, {args[2]} bytes"

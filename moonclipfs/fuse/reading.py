@@ -9,6 +9,7 @@ import trio
 from moonclipfs import limits
 from moonclipfs.errors import MoonclipError
 from moonclipfs.fuse.handles import FileHandle, Stream
+from moonclipfs.store.filereader import FileReader
 from moonclipfs.types import Buffer
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ class Reads:
     def __init__(self, cache_bytes: int, cores: int) -> None:
         """Read-ahead takes a sixteenth of the cache for one file at most, and a quarter for all, on `cores` threads."""
         self.waiting = 0
+        self.waits = 0
         self.prefetches = 0
         self._budget = cache_bytes // 4
         self._window = min(limits.PREFETCH_BYTES, cache_bytes // 16)
@@ -38,8 +40,9 @@ class Reads:
         data = handle.reader.cached(offset, size)
         if data is None:
             self.waiting += 1
+            self.waits += 1
             try:
-                data = await trio.to_thread.run_sync(handle.reader.read, offset, size, limiter=self._readers)
+                data = await trio.to_thread.run_sync(_decode, handle.reader, offset, size, limiter=self._readers)
             finally:
                 self.waiting -= 1
         return data
@@ -82,3 +85,9 @@ class Reads:
                 await trio.to_thread.run_sync(handle.reader.prefetch, offset, length, limiter=self._decoders)
             except MoonclipError as error:
                 log.debug("read-ahead of %s at %d: %s; whoever reads there is told", handle.node.place, offset, error)
+
+
+def _decode(reader: FileReader, offset: int, size: int) -> bytearray:
+    buffer = bytearray(size)
+    reader.read_into(offset, memoryview(buffer))
+    return buffer

@@ -104,6 +104,10 @@ class View:
         """True when `area` costs nothing."""
         return area in self._trees
 
+    def keeps(self, version: Version) -> bool:
+        """True while a version can be found by its path and number."""
+        return any(kept.sequence == version.sequence for kept in self._names.versions(version.path))
+
     def _leaves(self, area: Area) -> Mapping[bytes, Leaf]:
         if area is Area.LIVE:
             return {path_bytes(path): version for path, version in self._names.bound().items()}

@@ -209,6 +209,11 @@ class Tree:
         """The bytes of a file. Raises CorruptError."""
         return self._store.open_file(node.entry)
 
+    def is_kept(self, node: Node) -> bool:
+        """False for what lies in a version that was forgotten: then its bytes may be gone, and nothing is damaged."""
+        version = node.version
+        return version is None or self.view.keeps(version)
+
     def xattr_names(self, node: Node) -> list[bytes]:
         """The names that listxattr gives: what a copy should carry, so computed ones are not among them."""
         computed = [XATTR_PREFIX + name for name in self._computed(node)] if self._show_virtual else []

@@ -23,6 +23,11 @@ def resident(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def page_faults(pid: int) -> int:
+    """Minor page faults of a process so far."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+
 def many_files(count: int) -> Mapping[str, Mapping[str, bytes]]:
     """`count` empty files in DIRECTORIES directories."""
     each = count // DIRECTORIES
@@ -88,6 +93,20 @@ def test_memory_stays_bounded_while_a_large_file_is_read(store: Store, mounter: 
     assert resident(mounted.pid) - before < 80 * MIB
     stats = mounted.stats()
     assert (stats["in_work"], stats["waiting"]) == (0, 0)
+
+
+def test_reading_reuses_memory(store: Store, mounter: Mounter) -> None:
+    """Buffers of decoded blocks are used again, not given back to the kernel and fetched by page faults."""
+    publish(store, "big", {"w.bin": os.urandom(64 * MIB)})
+    mounted = mounter(store.path, cache_bytes=8 * MIB)
+    with open(mounted.path / "big/w.bin", "rb", buffering=0) as file:
+        for _ in range(2):
+            before = page_faults(mounted.pid)
+            file.seek(0)
+            assert sum(len(part) for part in iter(lambda: file.read(MIB), b"")) == 64 * MIB
+            faults = page_faults(mounted.pid) - before
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert faults < 64 * 25  # a tenth of one fault for each page that was read
 
 
 def test_many_open_files(store: Store, mounter: Mounter) -> None:

@@ -24,7 +24,7 @@ from moonclipfs.errors import (
     PermissionDeniedError,
     UsageError,
 )
-from moonclipfs.fuse.control import runtime_path
+from moonclipfs.fuse.control import ask, runtime_path
 from moonclipfs.fuse.mount import MountOptions, find_mounts, mount, unmount
 from moonclipfs.fuse.mounts import mount_at
 from moonclipfs.fuse.prepare import check_device
@@ -180,6 +180,21 @@ def test_r097_lazy_unmount_serves_what_is_open(small: Mounted) -> None:
         file.seek(0)
         assert file.read(10) == head
         assert is_running(small.pid)
+    eventually(lambda: not is_running(small.pid))
+
+
+def test_a_server_that_hangs_is_told_and_detached(small: Mounted) -> None:
+    """A mount whose server hangs is found out without hanging; umount --lazy takes it away."""
+    os.kill(small.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(BusyError, match="its server does not answer"):
+            mount(small.store, small.path)
+        with pytest.raises(MountError, match="does not answer"):
+            ask(str(small.path), "ping", timeout=0.2)
+        unmount(small.path, lazy=True)
+        assert mount_at(str(small.path)) is None
+    finally:
+        os.kill(small.pid, signal.SIGCONT)
     eventually(lambda: not is_running(small.pid))
 
 

@@ -14,10 +14,11 @@ import pytest
 import trio
 from pyfuse3 import FileHandleT, FUSEError, InodeT, RequestContext
 
+from moonclipfs.errors import MissingObjectError
 from moonclipfs.fuse.operations import Operations
 from moonclipfs.fuse.reading import Reads
 from moonclipfs.layers.holds import Holds
-from moonclipfs.layers.tree import Tree
+from moonclipfs.layers.tree import Node, Tree
 from moonclipfs.store.store import Store
 from tests.fuse.conftest import Mounted, Mounter, eventually
 from tests.layers.publish import File, publish
@@ -255,6 +256,35 @@ def test_only_fuse_errors_leave_a_handler(
     expect_log(r"ERROR moonclipfs.fuse.operations: read of /run/a/x at offset 0, 5 bytes: unexpected error")
     run(operations, task)
     assert operations.in_work == 0
+
+
+def test_what_was_forgotten_is_stale(
+    operations: Operations, store: Store, monkeypatch: pytest.MonkeyPatch, expect_log: Any
+) -> None:
+    """What is missing of a forgotten snapshot is stale, not damaged: ESTALE, and no log line."""
+
+    def missing(node: Node) -> None:
+        raise MissingObjectError(f"{node.place} is in no pack")
+
+    def forget(tree: Tree) -> None:
+        store.log.unbind(["run/a"])
+        store.log.forget([("run/a", 1)])
+        view = tree.look(0)
+        assert view is not None
+        tree.adopt(view)
+
+    async def task(operations: Operations) -> None:
+        inode = await walk_to(operations, b"run", b"a", b"x")
+        monkeypatch.setattr(operations.tree, "open", missing)
+        for expected in (errno.EIO, errno.ESTALE):
+            with pytest.raises(FUSEError) as caught:
+                await operations.open(inode, pyfuse3.FlagT(os.O_RDONLY), CONTEXT)
+            assert caught.value.errno == expected
+            if expected == errno.EIO:
+                forget(operations.tree)
+
+    expect_log("ERROR moonclipfs.fuse.operations: open of /run/a/x: /run/a/x is in no pack")
+    run(operations, task)
 
 
 def test_every_change_is_refused(operations: Operations) -> None:
