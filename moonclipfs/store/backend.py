@@ -72,7 +72,10 @@ class Value(Protocol):
     """A stored value held open for reading, whatever becomes of its key."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`; shorter only at the end of the value. Raises BackendError."""
+        """Return `length` bytes at `offset`; shorter only at the end of the value.
+
+        Raises BackendError, and NotFoundError where a value cannot be held open against its deletion.
+        """
         ...
 
     def size(self) -> int:
@@ -177,6 +180,7 @@ def os_errors(doing: str) -> Iterator[None]:
 _KINDS: dict[int, type[MoonclipError]] = {
     errno.ENOENT: NotFoundError,
     errno.ENOTDIR: NotFoundError,
+    errno.ESTALE: NotFoundError,  # a file held open over NFS that another client deleted
     errno.EEXIST: ExistsError,
     errno.ENOSPC: NoSpaceError,
     errno.EDQUOT: NoSpaceError,

@@ -253,17 +253,13 @@ class PackReader:
         if not 0 <= offset <= offset + length <= location.encoded_length:
             raise ValueError(f"{location}: {length} bytes at {offset} of {location.encoded_length} are wanted")
         value = self._value(location.pack, str(location))
-        if offset:
-            return _exactly(value, location.offset + offset, length, location)
-        start = location.offset - packfile.RECORD_BYTES
-        # Long bytes are read after the header was checked: their length comes from an index that may be wrong.
-        more = length if length <= _WHOLE_BYTES else 0
-        both = _exactly(value, start, packfile.RECORD_BYTES + more, location)
-        check = _check_header(location, both[: packfile.RECORD_BYTES])
-        data = both[packfile.RECORD_BYTES :] if more else _exactly(value, location.offset, length, location)
-        if length == location.encoded_length and packfile.check_of(data) != check:
-            raise CorruptError(f"{location}: its encoded bytes do not pass their check")
-        return data
+        try:
+            if offset:
+                return _exactly(value, location.offset + offset, length, location)
+            return _whole_or_start(value, location, length)
+        except NotFoundError as error:
+            self.forget([location.pack])
+            raise MissingObjectError(f"{location}: {error}") from error
 
     def entries(self, pack: str) -> NDArray[np.void]:
         """The checked footer of a pack. Raises MissingObjectError when the pack is gone, CorruptError for damage."""
@@ -332,6 +328,19 @@ def _exactly(value: Value, offset: int, length: int, location: Location) -> byte
     data = value.read(offset, length)
     if len(data) != length:
         raise CorruptError(f"{location}: the pack was cut off at byte {offset + len(data)}")
+    return data
+
+
+def _whole_or_start(value: Value, location: Location, length: int) -> bytes:
+    """The first bytes of an object, after a look at its record header."""
+    start = location.offset - packfile.RECORD_BYTES
+    # Long bytes are read after the header was checked: their length comes from an index that may be wrong.
+    more = length if length <= _WHOLE_BYTES else 0
+    both = _exactly(value, start, packfile.RECORD_BYTES + more, location)
+    check = _check_header(location, both[: packfile.RECORD_BYTES])
+    data = both[packfile.RECORD_BYTES :] if more else _exactly(value, location.offset, length, location)
+    if length == location.encoded_length and packfile.check_of(data) != check:
+        raise CorruptError(f"{location}: its encoded bytes do not pass their check")
     return data
 
 

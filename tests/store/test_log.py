@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -569,3 +573,43 @@ def test_any_text_is_a_path_or_a_usage_error(text: str) -> None:
         assert check_path(text) == text
     except UsageError as error:
         assert str(error)
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from moonclipfs.store.backend import LocalBackend
+from moonclipfs.store.log import Log
+log = Log(LocalBackend(Path(sys.argv[1])))
+sys.stdin.readline()
+for number in range(20):
+    log.bind(f"{sys.argv[2]}/{number}", bytes(32), {})
+    log.bind("shared", bytes(32), {"by": sys.argv[2]})
+"""
+
+
+def test_processes_and_containers_race_for_numbers(root: Path) -> None:
+    """One of them in a pid namespace of its own, one stopped and continued in between: no record is lost."""
+    container = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
+        container = []  # this user cannot make a pid namespace: a plain process races instead
+    writers = [
+        subprocess.Popen([*prefix, sys.executable, "-c", _WRITER, str(root), name], stdin=subprocess.PIPE)
+        for name, prefix in (("a", []), ("b", container), ("c", []))
+    ]
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write(b"\n")
+        writer.stdin.close()
+    reader = Log(LocalBackend(root))
+    while reader.refresh().sequence < 10 and writers[0].poll() is None:
+        time.sleep(0.01)
+    writers[0].send_signal(signal.SIGSTOP)
+    before = reader.refresh().sequence
+    while reader.refresh().sequence < before + 10 and writers[1].poll() is None:
+        time.sleep(0.01)
+    writers[0].send_signal(signal.SIGCONT)
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    names = Log(LocalBackend(root)).refresh()
+    assert not names.damaged and len(names.bound()) == 61
+    assert [version.number for version in names.versions("shared")] == list(range(1, 61))

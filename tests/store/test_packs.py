@@ -142,6 +142,21 @@ def test_a_deleted_pack_that_is_forgotten_is_missing(backend: LocalBackend) -> N
         reader.read(location, 0, 5)
 
 
+def test_a_pack_that_nfs_took_away_is_missing_and_sought_again(backend: LocalBackend) -> None:
+    _, _, (location,) = pack_bytes(backend, [b"hello"])
+    reader = PackReader(backend)
+    reader.read(location, 0, 5)
+
+    def stale(*arguments: int) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", stale)
+        with pytest.raises(MissingObjectError, match=location.pack):
+            reader.read(location, 0, 5)
+    assert reader.read(location, 0, 5) == b"hello"
+
+
 def test_a_wrong_location_is_told(backend: LocalBackend) -> None:
     _, _, (first, second) = pack_bytes(backend, [b"hello" * 10, b"world" * 10])
     reader = PackReader(backend)
