@@ -8,7 +8,7 @@ import secrets
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,12 +67,13 @@ def export(
     with os_errors(f"write below {target}"):
         os.makedirs(root, exist_ok=True)
         todo = [(place, entry) for place, entry in entries if not work.is_done(place, entry)]
-        work.run(todo, jobs or len(os.sched_getaffinity(0)))
-        links = work.link_all(entries)
+        originals = _first_of_each_link_group(entries)
+        work.run([*_without_links(todo, originals)], jobs or len(os.sched_getaffinity(0)))
+        links = work.link_all(entries, originals)
         # Last, and the deepest first: writing into a directory changes its time, and may not be allowed afterwards.
         directories = [(place, entry) for place, entry in entries if entry.type is EntryType.DIRECTORY]
         for place, entry in [*reversed(directories), *([(root, top)] if is_tree else [])]:
-            work.report.notes += restore_attributes(place, entry)
+            work.report.notes += restore_attributes(place, entry, place)
     work.report.files += links
     return work.report
 
@@ -84,7 +85,7 @@ class _Part:
         self.path = path
         self.entry = entry
         self._reader = reader
-        self._name = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.moonclipfs-part".encode())
+        self._name = _part_name(path)
         self._fd = os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.truncate(self._fd, reader.size)
 
@@ -113,10 +114,10 @@ class _Part:
     def finish(self) -> list[str]:
         """Give the file its attributes and, once it is durable, its name."""
         with os_errors(f"write {os.fsdecode(self.path)}"):
-            notes = restore_attributes(self._name, self.entry)
+            notes = restore_attributes(self._name, self.entry, self.path)
             os.fsync(self._fd)
-            os.close(self._fd)
             os.rename(self._name, self.path)
+            os.close(self._fd)
         return notes
 
     def abort(self) -> None:
@@ -147,7 +148,7 @@ class _Export:
             if os.readlink(path) == entry.target:
                 return True
         elif same_type and (entry.size, entry.attributes.mtime_ns) == (status.st_size, status.st_mtime_ns):
-            self.report.skipped += 1
+            self.report.skipped += entry.type is EntryType.FILE
             return True
         if stat.S_ISDIR(status.st_mode) or entry.type is EntryType.DIRECTORY:
             raise ExistsError(
@@ -168,7 +169,7 @@ class _Export:
                 self._make_special(path, entry)
         for directory in {os.path.dirname(path) for path, _ in todo}:
             _remove_parts(directory)
-        files = list(_once_each_link_group(todo))
+        files = [(path, entry) for path, entry in todo if entry.type is EntryType.FILE]
         self._progress.total = sum(entry.size for _, entry in files)
         working: deque[tuple[_Part, list[Future[None]]]] = deque()
         with ThreadPoolExecutor(jobs, "export") as pool:
@@ -204,38 +205,46 @@ class _Export:
 
     def _make_special(self, path: bytes, entry: Entry) -> None:
         """A symlink, fifo or socket, made under another name first."""
-        name = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.moonclipfs-part".encode())
+        name = _part_name(path)
         if entry.type is EntryType.SYMLINK:
             os.symlink(entry.target, name)
         else:
             os.mknod(name, 0o600 | entry.type.st_mode)
-        self.report.notes += restore_attributes(name, entry)
+        self.report.notes += restore_attributes(name, entry, path)
         os.rename(name, path)
 
-    def link_all(self, entries: list[tuple[bytes, Entry]]) -> int:
+    def link_all(self, entries: list[tuple[bytes, Entry]], originals: Mapping[int, bytes]) -> int:
         """Make the names of each link group names of one file again; return how many were made."""
-        first: dict[int, bytes] = {}
         made = 0
         for path, entry in entries:
-            if entry.type is not EntryType.FILE or not entry.link_group:
-                continue
-            original = first.setdefault(entry.link_group, path)
+            original = originals.get(entry.link_group, path)
             if original == path or (os.path.exists(path) and os.path.samefile(path, original)):
                 continue
-            name = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.moonclipfs-part".encode())
+            name = _part_name(path)
             os.link(original, name)
             os.rename(name, path)
             made += 1
         return made
 
 
-def _once_each_link_group(entries: list[tuple[bytes, Entry]]) -> Iterator[tuple[bytes, Entry]]:
-    seen: set[int] = set()
+def _first_of_each_link_group(entries: list[tuple[bytes, Entry]]) -> dict[int, bytes]:
+    originals: dict[int, bytes] = {}
     for path, entry in entries:
-        if entry.type is EntryType.FILE and entry.link_group not in seen:
-            if entry.link_group:
-                seen.add(entry.link_group)
+        if entry.link_group:
+            originals.setdefault(entry.link_group, path)
+    return originals
+
+
+def _without_links(entries: list[tuple[bytes, Entry]], originals: Mapping[int, bytes]) -> Iterator[tuple[bytes, Entry]]:
+    """Those that are not to become one more name of another."""
+    for path, entry in entries:
+        if originals.get(entry.link_group, path) == path:
             yield path, entry
+
+
+def _part_name(path: bytes) -> bytes:
+    """A name beside `path` to write under."""
+    return os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.moonclipfs-part".encode())
 
 
 def _make_directory(path: bytes) -> None:

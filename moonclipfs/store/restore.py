@@ -11,8 +11,10 @@ _SET_ID = stat.S_ISUID | stat.S_ISGID
 _XATTR_NAMESPACE = b"user."
 
 
-def restore_attributes(path: bytes, entry: Entry) -> list[str]:
-    """Give `path` the owner (as root), mode, extended attributes and times of an entry; return what failed, in words.
+def restore_attributes(path: bytes, entry: Entry, name: bytes) -> list[str]:
+    """Give `path` the owner (as root), mode, extended attributes and times of an entry.
+
+    Returns what this host would not take, in words; `name` is what `path` is going to be called.
 
     A set-user-id or set-group-id bit comes back only together with its owner. Raises OSError where the mode or the
     times cannot be set.
@@ -23,13 +25,13 @@ def restore_attributes(path: bytes, entry: Entry) -> list[str]:
     if entry.type is not EntryType.SYMLINK:
         status = os.lstat(path)
         owned = (status.st_uid, status.st_gid) == (attributes.uid, attributes.gid)
-        for name, value in attributes.xattrs.items():
-            if not name.startswith(_XATTR_NAMESPACE):
+        for xattr, value in attributes.xattrs.items():
+            if not xattr.startswith(_XATTR_NAMESPACE):
                 continue
             try:
-                os.setxattr(path, name, value, follow_symlinks=False)
+                os.setxattr(path, xattr, value, follow_symlinks=False)
             except OSError as error:
-                notes.append(f"{os.fsdecode(path)}: extended attribute {os.fsdecode(name)}: {error.strerror}")
+                notes.append(f"{os.fsdecode(name)}: extended attribute {os.fsdecode(xattr)}: {error.strerror}")
         os.chmod(path, attributes.mode if owned else attributes.mode & ~_SET_ID)
     os.utime(path, ns=(attributes.mtime_ns, attributes.mtime_ns), follow_symlinks=False)
     return notes

@@ -1,0 +1,322 @@
+"""Snapshots written back: every byte and attribute, holes as holes, resumed, never over something else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moonclipfs import limits
+from moonclipfs.errors import CorruptError, ExistsError, NoSpaceError
+from moonclipfs.store import export as exporting
+from moonclipfs.store.add import add
+from moonclipfs.store.export import export
+from moonclipfs.store.packs import pack_key
+from moonclipfs.store.progress import Progress
+from moonclipfs.store.store import Store
+from moonclipfs.types import Attributes, BytesSource, Entry, EntryType, Extent, Version
+from tests.store.kit import noise, packs, publish, series
+from tests.store.test_add import lay
+
+
+def tree(root: Path) -> dict[str, tuple[object, ...]]:
+    """Everything below a directory as it can be seen from outside."""
+    seen: dict[str, tuple[object, ...]] = {}
+    for path in [root, *sorted(root.rglob("*"))]:
+        status = path.lstat()
+        kind = stat.S_IFMT(status.st_mode)
+        body: object = None
+        if kind == stat.S_IFREG:
+            body = path.read_bytes()
+        elif kind == stat.S_IFLNK:
+            body = os.readlink(path)
+        xattrs = {} if kind == stat.S_IFLNK else {name: os.getxattr(path, name) for name in os.listxattr(path)}
+        owner = status.st_uid, status.st_gid
+        mode = None if kind == stat.S_IFLNK else stat.S_IMODE(status.st_mode)
+        links = status.st_nlink if kind == stat.S_IFREG else None
+        seen[os.fsdecode(path.relative_to(root))] = (kind, mode, owner, status.st_mtime_ns, links, body, xattrs)
+    return seen
+
+
+def rich(root: Path) -> Path:
+    """A directory of everything that can be stored."""
+    lay(
+        root,
+        {"model": series(1)[0], "sub/empty": b"", "sub/deep/er/file": noise(1), "script": b"#!", "\udcff\n": b"odd"},
+    )
+    os.link(root / "model", root / "sub" / "same")
+    (root / "link").symlink_to("sub/\udcfe")
+    os.mkfifo(root / "fifo")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(root / "socket"))
+    os.chmod(root / "script", 0o4711)
+    os.chmod(root / "sub", 0o1555)
+    os.setxattr(root / "script", "user.note", b"\0kept")
+    os.setxattr(root / "sub", "user.note", b"dir")
+    for number, path in enumerate([*root.rglob("*"), root]):
+        os.utime(path, ns=(number, 1_500_000_000_000_000_001 + number), follow_symlinks=False)
+    return root
+
+
+def test_everything_comes_back(store: Store, tmp_path: Path) -> None:
+    source = rich(tmp_path / "source")
+    add(store, [source])
+    report = export(store, store.resolve("source"), tmp_path / "new" / "target")
+    assert tree(tmp_path / "new" / "target") == tree(source)
+    assert (report.files, report.skipped, report.notes) == (6, 0, [])
+
+
+def test_again_it_writes_nothing(store: Store, tmp_path: Path) -> None:
+    source = rich(tmp_path / "source")
+    add(store, [source])
+    export(store, store.resolve("source"), tmp_path / "target")
+    inodes = {path: path.lstat().st_ino for path in (tmp_path / "target").rglob("*")}
+    decoded = store.objects.counters.bytes_decoded
+    report = export(store, store.resolve("source"), tmp_path / "target")
+    assert (report.files, report.skipped, report.bytes) == (0, 6, 0)
+    assert store.objects.counters.bytes_decoded == decoded
+    assert {path: path.lstat().st_ino for path in (tmp_path / "target").rglob("*")} == inodes
+    assert tree(tmp_path / "target") == tree(source)
+
+
+def test_what_is_missing_or_torn_is_made_again(store: Store, tmp_path: Path) -> None:
+    source = rich(tmp_path / "source")
+    add(store, [source])
+    target = tmp_path / "target"
+    export(store, store.resolve("source"), target)
+    os.chmod(target / "sub", 0o755)
+    (target / "sub" / "same").unlink()
+    (target / "script").unlink()
+    (target / "link").unlink()
+    (target / "sub" / f".{'0' * 16}.moonclipfs-part").write_bytes(b"left by a killed one")
+    (target / "own notes").write_bytes(b"stay")
+    report = export(store, store.resolve("source"), target)
+    assert report.files == 2
+    (target / "own notes").unlink()
+    os.utime(target, ns=(1, (tmp_path / "source").stat().st_mtime_ns))
+    assert tree(target) == tree(source)
+
+
+@pytest.mark.parametrize("there", ["file", "symlink", "directory", "file for a directory"])
+def test_something_else_in_the_way_is_named_before_a_byte_is_written(store: Store, tmp_path: Path, there: str) -> None:
+    publish(store, "a", {"aa": noise(1), "f": noise(2)})
+    target = tmp_path / "target"
+    target.mkdir()
+    outside = lay(tmp_path / "outside", {"f": b"precious"})
+    name = "f"
+    if there == "file":
+        (target / "f").write_bytes(b"other")
+    elif there == "symlink":
+        (target / "f").symlink_to(outside / "f")
+    elif there == "directory":
+        (target / "f").mkdir()
+    else:
+        add(store, [lay(tmp_path / "b", {"aa": b"1", "sub/f": b"2"})])
+        (target / "sub").symlink_to(outside)
+        name = "sub"
+    version = store.resolve("b" if name == "sub" else "a")
+    with pytest.raises(ExistsError, match=rf"target/{name} "):
+        export(store, version, target)
+    assert [path.name for path in target.iterdir()] == [name]
+    if there in ("file", "symlink"):
+        export(store, version, target, overwrite=True)
+        assert (target / "f").read_bytes() == noise(2)
+        assert not (target / "f").is_symlink()
+    else:
+        with pytest.raises(ExistsError):
+            export(store, version, target, overwrite=True)
+    assert (outside / "f").read_bytes() == b"precious"
+
+
+def bind_entry(store: Store, entry: Entry, data: bytes = b"") -> Version:
+    """A snapshot of one file with the attributes of `entry`."""
+    with store.ingest() as ingest:
+        child, size, _ = ingest.put_file(BytesSource(data))
+        entry = replace(entry, child=child, size=size)
+        return ingest.publish("odd", ingest.put_directory([entry]), {})
+
+
+def test_holes_stay_holes(store: Store, tmp_path: Path) -> None:
+    size = 64 * limits.MIB
+    path = tmp_path / "sparse"
+    with open(path, "wb") as file:
+        file.truncate(size)
+        for at in (0, 20 * limits.MIB + 5):
+            file.seek(at)
+            file.write(noise(at, 300_000))
+    add(store, [path])
+    export(store, store.resolve("sparse"), tmp_path / "target")
+    written = tmp_path / "target" / "sparse"
+    assert written.stat().st_size == size
+    assert written.stat().st_blocks * 512 < 5 * limits.MIB
+    with open(path, "rb") as one, open(written, "rb") as other:
+        while part := one.read(limits.MIB):
+            assert other.read(limits.MIB) == part
+
+
+def test_many_segments_of_one_file(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "_SEGMENT_BYTES", 300_000)
+    data = noise(1, 2_000_000) + bytes(700_000) + noise(2, 500_000)
+    (tmp_path / "f").write_bytes(data)
+    add(store, [tmp_path / "f"])
+    seen: list[tuple[int, int]] = []
+
+    def tell(progress: Progress) -> None:
+        seen.append((progress.done, progress.total))
+
+    export(store, store.resolve("f"), tmp_path / "target", jobs=4, progress=tell)
+    assert (tmp_path / "target" / "f").read_bytes() == data
+    assert len(seen) > 5
+    assert {total for _, total in seen} == {len(data)}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_files_in_work_are_bounded(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "_FILES_IN_WORK", 3)
+    files = {f"f{number}": noise(number, 5000) for number in range(40)}
+    publish(store, "a", files)
+    plain, most = exporting._Part.finish, 0
+
+    def watched(self: exporting._Part) -> list[str]:
+        nonlocal most
+        most = max(most, sum(name.endswith("-part") for name in os.listdir(tmp_path / "target")))
+        return plain(self)
+
+    monkeypatch.setattr(exporting._Part, "finish", watched)
+    export(store, store.resolve("a"), tmp_path / "target")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == files
+    assert most == 3
+
+
+def test_R079_a_corrupt_file_never_gets_its_name(store: Store, tmp_path: Path) -> None:
+    publish(store, "a", {"good": noise(1)})
+    before = packs(store)
+    publish(store, "b", {"bad": noise(2, 200_000), "good": noise(1)})
+    (bad,) = packs(store) - before
+    place = next(one for one in store.index.iterate() if one.pack == bad and one.raw_length > 60_000)
+    with open(store.backend.path(pack_key(bad)), "r+b") as file:
+        file.seek(place.offset + place.encoded_length // 2)
+        file.write(b"flip")
+    with pytest.raises(CorruptError, match=place.object_id.hex()):
+        export(store, store.resolve("b"), tmp_path / "target")
+    assert [path.name for path in (tmp_path / "target").iterdir()] in ([], ["good"])
+
+
+def test_a_full_disk_is_an_error_and_leaves_whole_files_only(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: Mapping[str, bytes] = {f"f{number}": noise(number, 50_000) for number in range(6)}
+    publish(store, "a", files)
+    plain, left = os.pwrite, 3
+
+    def failing(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(fd, data[:10_000], offset)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(NoSpaceError, match="target/f0: No space left"):
+        export(store, store.resolve("a"), tmp_path / "target", jobs=1)
+    assert list((tmp_path / "target").iterdir()) == []
+    monkeypatch.undo()
+    export(store, store.resolve("a"), tmp_path / "target")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == files
+
+
+def test_attributes_from_a_hostile_store_give_no_rights(store: Store, tmp_path: Path) -> None:
+    attributes = Attributes(0o6755, os.getuid() + 1, os.getgid() + 1, xattrs={b"security.x": b"1", b"user.x": b"2"})
+    version = bind_entry(store, Entry(b"f", EntryType.FILE, attributes), b"#!/bin/sh")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 1000)
+        export(store, version, tmp_path / "target")
+    status = os.stat(tmp_path / "target" / "f")
+    assert stat.S_IMODE(status.st_mode) == 0o755
+    assert os.listxattr(tmp_path / "target" / "f") == ["user.x"]
+
+
+def test_attributes_that_the_host_refuses_are_told(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(os, "setxattr", refuse)
+    version = bind_entry(store, Entry(b"f", EntryType.FILE, Attributes(0o644, xattrs={b"user.x": b"1"})))
+    report = export(store, version, tmp_path / "target")
+    assert report.notes == [f"{tmp_path}/target/f: extended attribute user.x: Operation not supported"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from moonclipfs.store.export import export
+from moonclipfs.store.store import Store
+
+left = int(sys.argv[3])
+plain = os.rename
+
+def counted(*arguments):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), 9)
+    plain(*arguments)
+
+os.rename = counted
+with Store.open(sys.argv[1]) as store:
+    export(store, store.resolve("a"), Path(sys.argv[2]))
+"""
+
+
+def test_a_killed_export_goes_on_where_it_was(store: Store, tmp_path: Path) -> None:
+    files = {f"f{number}": noise(number, 30_000) for number in range(5)}
+    publish(store, "a", files)
+    target = tmp_path / "target"
+    killed = [sys.executable, "-c", KILLED, str(store.path), str(target), "3"]
+    assert subprocess.run(killed, timeout=60, check=False).returncode == -signal.SIGKILL
+    whole = [path for path in target.iterdir() if not path.name.startswith(".")]
+    assert len(whole) == 3
+    assert all(path.read_bytes() == files[path.name] for path in whole)
+    report = export(store, store.resolve("a"), target)
+    assert (report.files, report.skipped) == (2, 3)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == files
+
+
+def test_a_target_without_a_place(store: Store, tmp_path: Path) -> None:
+    publish(store, "a", {"f": b"1"})
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ExistsError, match="file"):
+        export(store, store.resolve("a"), tmp_path / "file")
+
+
+def test_segments_cover_what_is_no_hole() -> None:
+    class Reader:
+        size = 100
+
+        class recipe:
+            extents = (
+                Extent(10),
+                Extent(30, b"x" * 32),
+                Extent(30, b"y" * 32),
+                Extent(10),
+                Extent(20, literal=b"z" * 20),
+            )
+
+    part = exporting._Part.__new__(exporting._Part)
+    part._reader = Reader()  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "_SEGMENT_BYTES", 40)
+        assert list(part.segments()) == [(10, 30), (40, 30), (80, 20)]
+        patch.setattr(exporting, "_SEGMENT_BYTES", 1000)
+        assert list(part.segments()) == [(10, 60), (80, 20)]
