@@ -19,6 +19,8 @@ from moonclipfs.types import DType, Extent, Source
 
 Range = tuple[int, int]
 """(offset, length)."""
+_SPARSE = 0.5
+"""Changed elements are picked out when they are less than this share: picking costs as much as computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,18 @@ class _Total:
         self.max_abs = self.sum_abs = self.sum_square = 0.0
 
     def add(self, differences: NDArray[np.float64], changed: int) -> None:
-        """Take the differences of `changed` elements, of which the ones left out are zero."""
-        finite = differences[np.isfinite(differences)]
+        """Take, and overwrite, the differences of elements, of which `changed` are changed; those left out are zero."""
         self.changed += changed
-        self.not_finite += len(differences) - len(finite)
-        if len(finite):
-            self.max_abs = max(self.max_abs, float(finite.max()))
-            self.sum_abs += float(finite.sum())
-            with np.errstate(over="ignore"):
-                self.sum_square += float(np.dot(finite, finite))
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = float(differences.sum())
+            if not math.isfinite(total):
+                finite = differences[np.isfinite(differences)]
+                self.not_finite += len(differences) - len(finite)
+                differences, total = finite, float(finite.sum())
+            if len(differences):
+                self.max_abs = max(self.max_abs, float(differences.max()))
+                self.sum_abs += total
+                self.sum_square += float(np.square(differences, out=differences).sum())
 
     def result(self, elements: int, *, numbers: bool) -> ValueChange:
         if not numbers:
@@ -190,10 +195,15 @@ def _count(total: _Total, left: NDArray[Any], old: DType, right: NDArray[Any], n
     if old == new:
         differs = left != right if left.ndim == 1 else (left != right).any(axis=1)
         changed = int(np.count_nonzero(differs))
-        if changed and is_number(old):
-            total.add(absolute_differences(left[differs], right[differs], old), changed)
-        else:
+        if not changed or not is_number(old):
             total.changed += changed
+            return
+        if changed < len(differs) * _SPARSE:
+            left, right = left[differs], right[differs]
+        differences = absolute_differences(left, right, old)
+        if len(left) > changed:
+            differences[~differs] = 0.0  # else an infinity would differ from itself
+        total.add(differences, changed)
         return
     a, b = to_numbers(left, old), to_numbers(right, new)
     changed = int(np.count_nonzero((a != b) & ~(np.isnan(a) & np.isnan(b))))

@@ -8,8 +8,10 @@ take from the same object are known to be equal and never read.
 from __future__ import annotations
 
 import enum
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -21,6 +23,11 @@ from moonclipfs.store.changes import ValueChange, compare_values, differing_rang
 from moonclipfs.store.sides import Side, SideFile
 from moonclipfs.store.values import is_number
 from moonclipfs.types import EntryType, Source
+
+_BATCH = 64
+"""Tensors handed to the workers at once."""
+
+Files = Mapping[bytes, SideFile]
 
 
 class Change(enum.StrEnum):
@@ -106,8 +113,8 @@ def diff(
 ) -> DiffReport:
     """Compare two sides; `progress` is told (tensors done, tensors in all).
 
-    `expect_unchanged` are globs of tensor names. Memory holds the layouts of both sides and windows of
-    COMPARE_WINDOW_BYTES. Raises CorruptError or BackendError when a side cannot be read.
+    `expect_unchanged` are globs of tensor names. Memory holds the layouts of both sides, and for each core a
+    few windows of COMPARE_WINDOW_BYTES. Raises CorruptError or BackendError when a side cannot be read.
     """
     if left.single and right.single:
         right = Side(dict(zip(left.files, right.files.values(), strict=True)), single=True)
@@ -115,10 +122,12 @@ def diff(
     total = len(pairs.both) + len(pairs.added) + len(pairs.removed)
     tensors = [TensorDiff(place.tensor.name, Change.REMOVED, place, None) for place in pairs.removed]
     tensors += [TensorDiff(place.tensor.name, Change.ADDED, None, place) for place in pairs.added]
-    for old, new in pairs.both:
-        if progress:
-            progress(len(tensors), total)
-        tensors.append(_compare(left.files[old.path], old, right.files[new.path], new))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "diff") as pool:
+        for at in range(0, len(pairs.both), _BATCH):
+            if progress:
+                progress(len(tensors), total)
+            batch = pairs.both[at : at + _BATCH]
+            tensors += pool.map(lambda pair: _compare(left.files, pair[0], right.files, pair[1]), batch)
     if progress:
         progress(total, total)
     tensors.sort(key=lambda found: (_path_of(found), found.name))
@@ -156,7 +165,8 @@ def _match(left: Side, right: Side) -> _Pairs:
     return pairs
 
 
-def _compare(left_file: SideFile, left: TensorPlace, right_file: SideFile, right: TensorPlace) -> TensorDiff:
+def _compare(ours: Files, left: TensorPlace, theirs: Files, right: TensorPlace) -> TensorDiff:
+    left_file, right_file = ours[left.path], theirs[right.path]
     old, new = left.tensor, right.tensor
     # The formats' own words for one dtype differ; between elements without values they are all that tells them apart.
     same_type = old.dtype == new.dtype and (is_number(old.dtype) or old.dtype_name == new.dtype_name)
