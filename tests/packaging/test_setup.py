@@ -174,7 +174,7 @@ def test_an_interpreter_that_is_asked_for_is_used_or_refused(tree: Tree) -> None
 
 def run_make(target: str) -> Sequence[str]:
     """The commands that a target would run."""
-    environment = {**os.environ, "MAKEFLAGS": ""}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(["make", "-n", target], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
