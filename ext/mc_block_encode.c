@@ -44,8 +44,7 @@ static size_t try_zstd(block_encoder *e, const u8 *plane, size_t n, size_t limit
         if (!packed || (double)packed * (double)n > (double)limit * (double)piece)
             return 0;
     }
-    size_t packed = mc_zstd_pack(e->scratch, MC_ZSTD_FAST, plane, n, limit);
-    return packed;
+    return mc_zstd_pack(e->scratch, MC_ZSTD_FAST, plane, n, limit);
 }
 
 /* Choose how plane k is stored. A frame is kept at *frames, which moves past it. */
@@ -62,9 +61,10 @@ static void encode_plane(block_encoder *e, unsigned k, size_t n, u8 **frames)
         e->length[k] = 0;
         return;
     }
-    if (e->kinds.noise >> k & 1)
-        return;
-    if (e->scratch->models.plane[k].tables) {
+    const int noise = e->kinds.noise >> k & 1;
+    if (noise && e->head->transform != MC_PLAIN)
+        return; /* integers that count look like noise too, but not to zstd */
+    if (!noise && e->scratch->models.plane[k].tables) {
         size_t grown = encode_rans(e, k, plane, n);
         if (grown < best) {
             e->method[k] = MC_RANS;

@@ -17,8 +17,10 @@ from moonclipfs.codec.encoded import (
 from moonclipfs.limits import BLOCK_ELEMENTS
 from moonclipfs.types import Buffer, DType
 
-SAMPLE_PIECES: Final = 8
-PIECE_ELEMENTS: Final = 2048
+CHOICE_PIECES: Final = 64
+PREDICTION_PIECES: Final = 256
+"""A prediction looks at as many elements as a block has, so that what a block costs by itself is counted rightly."""
+PIECE_ELEMENTS: Final = BLOCK_ELEMENTS // PREDICTION_PIECES
 SAMPLED_FROM: Final = 2 * BLOCK_ELEMENTS
 """Objects of fewer elements are not sampled: every way is tried on the whole."""
 SMALL: Final = 4096
@@ -56,8 +58,8 @@ def encode(raw: Buffer, dtype: DType, bases: Sequence[Base] = ()) -> Encoding:
     """
     view = memoryview(raw).cast("B")
     ways = _ways(dtype, bases)
-    if len(ways) > 1 and len(view) >= SAMPLED_FROM * (dtype.width or 1):
-        sizes = [_estimate(view, dtype, None if way is None else bases[way]) for way in ways]
+    if len(ways) > 1 and len(view) >= SAMPLED_FROM * dtype.width:
+        sizes = [_estimate(view, dtype, None if way is None else bases[way], CHOICE_PIECES) for way in ways]
         ways = [way for way, size in zip(ways, sizes, strict=True) if size <= min(sizes) * CLOSE]
     encodings = (Encoding(_encode_one(view, dtype, None if way is None else bases[way]), way) for way in ways)
     return min(encodings, key=lambda encoding: len(encoding.data))
@@ -66,7 +68,8 @@ def encode(raw: Buffer, dtype: DType, bases: Sequence[Base] = ()) -> Encoding:
 def predict(raw: Buffer, dtype: DType, bases: Sequence[Base] = ()) -> int:
     """Return the stored size in bytes that a sample of `raw` foretells, usually within a few percent."""
     view = memoryview(raw).cast("B")
-    return round(min(_estimate(view, dtype, None if way is None else bases[way]) for way in _ways(dtype, bases)))
+    chosen = (None if way is None else bases[way] for way in _ways(dtype, bases))
+    return round(min(_estimate(view, dtype, base, PREDICTION_PIECES) for base in chosen))
 
 
 def _ways(dtype: DType, bases: Sequence[Base]) -> list[int | None]:
@@ -91,13 +94,13 @@ def _encode_as(raw: Buffer, dtype: DType, base: Base | None, models: bool, verif
     return _codec.encode(raw, dtype, transform, models=models, verify=verify)
 
 
-def _estimate(view: memoryview, dtype: DType, base: Base | None) -> float:
+def _estimate(view: memoryview, dtype: DType, base: Base | None, pieces: int) -> float:
     """Encoded size, from pieces spread evenly over the object that are encoded as if they were one block."""
-    width = dtype.width or 1
+    width = dtype.width
     elements = len(view) // width
     if elements < SAMPLED_FROM:
         return len(_encode_one(view, dtype, base, verify=False))
-    starts = [piece * (elements - PIECE_ELEMENTS) // (SAMPLE_PIECES - 1) for piece in range(SAMPLE_PIECES)]
+    starts = [piece * (elements - PIECE_ELEMENTS) // (pieces - 1) for piece in range(pieces)]
     sample = b"".join(view[start * width : (start + PIECE_ELEMENTS) * width] for start in starts)
     if base is not None:
         base = Base(_pieces(base, starts), base.dtype)

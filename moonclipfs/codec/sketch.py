@@ -29,8 +29,8 @@ def sketch(raw: Buffer, dtype: DType) -> bytes:
     count as the numbers that they are.
     """
     width = dtype.width
-    elements = len(memoryview(raw).cast("B")) // width if width else 0
-    if elements < SKETCH_BYTES:
+    elements = len(memoryview(raw).cast("B")) // width
+    if dtype is DType.BYTES or elements < SKETCH_BYTES:
         return NO_SKETCH
     places = (2 * np.arange(SKETCH_BYTES, dtype=np.int64) + 1) * elements // (2 * SKETCH_BYTES)
     every: NDArray[np.unsignedinteger[Any]] = np.frombuffer(raw, dtype=f"<u{width}", count=elements)
