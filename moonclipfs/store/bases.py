@@ -121,12 +121,14 @@ def candidates(known: Known, piece: Piece, sketch: bytes, line: tuple[ObjectId, 
 def pick(
     options: Sequence[Candidate], raw: Buffer, dtype: DType, read: Callable[[Candidate, int, int], Buffer]
 ) -> Candidate | None:
-    """Return the candidate that predicts a sample of `raw` best, or None when none of them beats no base at all.
+    """Return the candidate that predicts a sample of `raw` best, or None when none seems to beat no base at all.
 
     `read(candidate, offset, length)` gives raw bytes of a base, clipped to it.
     """
     view = memoryview(raw).cast("B")
     elements = len(view) // dtype.width
+    if not options or (len(options) == 1 and elements <= limits.BLOCK_ELEMENTS):
+        return options[0] if options else None  # encoding both ways is as cheap as a sample
     first = elements // 2 // limits.BLOCK_ELEMENTS * limits.BLOCK_ELEMENTS
     count = min(limits.BLOCK_ELEMENTS, elements - first)
     sample = view[first * dtype.width : (first + count) * dtype.width]

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 _HEAD_GUESS = 4 * limits.KIB
 """Bytes read at once to find the head of an object."""
-_PASS_BYTES = 4 * limits.MIB
-"""Bytes that `stream_into` decodes at once."""
 _LINK_BYTES = 1 * limits.KIB
 """Memory that a parsed head takes beside its bytes, about."""
 _RUN_BLOCKS = 16
@@ -239,9 +237,15 @@ class ObjectReader:
     def _stream_into(self, object_id: ObjectId, offset: int, out: memoryview) -> None:
         chain = self._chain(object_id)
         _check_range(chain[0], offset, len(out))
-        for start in range(0, len(out), _PASS_BYTES):
-            length = min(_PASS_BYTES, len(out) - start)
-            out[start : start + length] = self._passing(chain, 0, offset + start, length)
+        encoded = chain[0].encoded
+        for first, count in _runs(_blocks_of(chain[0], offset, len(out))):
+            start = first * encoded.block_bytes
+            length = encoded.raw_bytes(first, count)
+            if offset <= start and start + length <= offset + len(out):
+                self._fill(chain, 0, range(first, first + count), out[start - offset : start - offset + length])
+            else:
+                low, high = max(offset, start), min(offset + len(out), start + length)
+                out[low - offset : high - offset] = self._passing(chain, 0, low, high - low)
 
     def _read_into(self, object_id: ObjectId, offset: int, out: memoryview) -> None:
         chain = self._chain(object_id)
@@ -318,11 +322,18 @@ class ObjectReader:
         return self._passing(chain, level + 1, start, end - start) if start < end else b""
 
     def _passing(self, chain: Chain, level: int, start: int, length: int) -> memoryview:
-        """A range of link `level` of a chain, from the cache where it is there, but without keeping anything."""
+        """A range of link `level` of a chain."""
+        encoded = chain[level].encoded
+        blocks = _blocks_of(chain[level], start, length)
+        out = memoryview(bytearray(encoded.raw_bytes(blocks.start, len(blocks))))
+        self._fill(chain, level, blocks, out)
+        at = start - blocks.start * encoded.block_bytes
+        return out[at : at + length]
+
+    def _fill(self, chain: Chain, level: int, blocks: range, out: memoryview) -> None:
+        """Fill `out` with blocks of link `level`: from the cache where they are there, but without keeping anything."""
         link = chain[level]
         size = link.encoded.block_bytes
-        blocks = _blocks_of(link, start, length)
-        out = memoryview(bytearray(link.encoded.raw_bytes(blocks.start, len(blocks))))
         missing = []
         for block in blocks:
             data = self._blocks.get((link.location.object_id, block))
@@ -335,8 +346,6 @@ class ObjectReader:
         for first, count in _runs(missing):
             at = (first - blocks.start) * size
             self._decode(chain, level, first, count, out[at : at + link.encoded.raw_bytes(first, count)])
-        at = start - blocks.start * size
-        return out[at : at + length]
 
     def _count(self, *, blocks: int = 0, hits: int = 0, encoded: int = 0, decoded: int = 0) -> None:
         with self._lock:

@@ -100,7 +100,7 @@ def scan(path: str | os.PathLike[str], *, forbidden: tuple[int, int] | None = No
     name = os.path.basename(os.path.abspath(os.fsencode(path)))
     with os_errors(f"read {os.fsdecode(path)}"):
         status = os.stat(place)
-        return _found(name, place, status, forbidden, 0)
+    return _found(name, place, status, forbidden, 0)
 
 
 def _found(name: bytes, path: bytes, status: os.stat_result, forbidden: tuple[int, int] | None, depth: int) -> Found:
@@ -115,11 +115,12 @@ def _found(name: bytes, path: bytes, status: os.stat_result, forbidden: tuple[in
     if kind is EntryType.FILE:
         found.size, found.links = status.st_size, status.st_nlink
     elif kind is EntryType.SYMLINK:
-        found.target = os.readlink(path)
+        with os_errors(f"read {shown}"):
+            found.target = os.readlink(path)
     elif kind is EntryType.DIRECTORY:
         if depth > limits.PATH_DEPTH:
             raise LimitError(f"{shown}: more than {limits.PATH_DEPTH} directories deep")
-        with os.scandir(path) as entries:
+        with os_errors(f"read {shown}"), os.scandir(path) as entries:
             inside = [(entry.name, entry.path, entry.stat(follow_symlinks=False)) for entry in entries]
         inside.sort(key=lambda item: (natural_key(os.fsdecode(item[0])), item[0]))
         found.children = [_found(*item, forbidden, depth + 1) for item in inside]

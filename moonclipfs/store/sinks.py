@@ -122,6 +122,7 @@ class PackSink(_Seen):
         self._packs = packs
         self._writer = PackWriter(backend, self._published)
         self.objects = ObjectReader(self, self, _CACHE_BYTES)
+        self._scratch = threading.local()
 
     def put(self, kind: Kind, raw: Buffer, object_id: ObjectId, hints: Hints) -> Location:
         """See `Sink.put`."""
@@ -183,7 +184,13 @@ class PackSink(_Seen):
         return out
 
     def _whole(self, choice: Candidate) -> Base:
-        return Base(self.objects.load(choice.location.object_id, Kind.DATA), choice.location.dtype, choice.start)
+        """All bytes of a base, in memory that this thread uses again for the next one."""
+        length = choice.location.raw_length
+        if len(getattr(self._scratch, "memory", b"")) < length:
+            self._scratch.memory = bytearray(length)
+        raw = memoryview(self._scratch.memory)[:length]
+        self.objects.stream_into(choice.location.object_id, 0, raw)
+        return Base(raw, choice.location.dtype, choice.start)
 
     def _published(self, pack: str, entries: NDArray[np.void]) -> None:
         self._index.add_pack(pack, entries)

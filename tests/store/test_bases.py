@@ -188,7 +188,7 @@ def test_a_line_finds_the_object_that_holds_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("elements", [2000, 3 * limits.BLOCK_ELEMENTS])
-def test_pick_takes_the_base_that_predicts_best_or_none(elements: int) -> None:
+def test_pick_takes_the_base_that_predicts_best_or_none_but_tries_a_short_one_untested(elements: int) -> None:
     rng = np.random.default_rng(5)
     values = rng.standard_normal(elements).astype(np.float32)
     raws = {
@@ -208,6 +208,6 @@ def test_pick_takes_the_base_that_predicts_best_or_none(elements: int) -> None:
     raw = values.tobytes()
     assert pick(options, raw, DType.F32, read) is options[0]
     assert pick(options[1:], raw, DType.F32, read) is options[1]
-    assert pick(options[2:], raw, DType.F32, read) is None
+    assert pick(options[2:], raw, DType.F32, read) is (options[2] if elements == 2000 else None)
     assert pick([], raw, DType.F32, read) is None
     assert max(reads) <= limits.BLOCK_ELEMENTS * 4
