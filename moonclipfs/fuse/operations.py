@@ -28,7 +28,7 @@ from moonclipfs.fuse.handles import Handles
 from moonclipfs.fuse.nodes import NodeTable
 from moonclipfs.fuse.reading import Reads
 from moonclipfs.layers.holds import Holds
-from moonclipfs.layers.tree import XATTR_PREFIX, Child, Node, NotCachedError, Stat, Tree
+from moonclipfs.layers.tree import XATTR_PREFIX, Node, NotCachedError, Stat, Tree
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -114,7 +114,8 @@ class Operations(pyfuse3.Operations):
         parent = self.nodes[parent_inode]
         (child,) = await self._ask(self.tree.children, parent, (name,))
         if child is not None:
-            return _attributes(self.nodes.remember(child.node), child.node, child.stat)
+            node, status = child
+            return _attributes(self.nodes.remember(node), node, status)
         if parent.version is None:
             raise FUSEError(errno.ENOENT)
         absent = EntryAttributes()
@@ -156,18 +157,20 @@ class Operations(pyfuse3.Operations):
         """Names and attributes from number `start_id` on, as many as fit."""
         handle, at = self.handles.directories[fh], start_id
         while batch := handle.names[at : at + limits.LISTING_BATCH]:
-            for child in await self._ask(self.tree.children, handle.node, batch):
+            children = await self._ask(self.tree.children, handle.node, batch)
+            for name, child in zip(batch, children, strict=True):
                 at += 1
-                if child is not None and not self._add_to_listing(token, child, at):
+                if child is not None and not self._add_to_listing(token, name, *child, at):
                     return
 
-    def _add_to_listing(self, token: pyfuse3.ReaddirToken, child: Child, following: int) -> bool:
+    def _add_to_listing(
+        self, token: pyfuse3.ReaddirToken, name: bytes, node: Node, status: Stat, following: int
+    ) -> bool:
         """Add a line if it fits. Each is one more mention of its node to the kernel, but for the dots."""
-        if child.name in _DOTS:
-            attributes = _attributes(child.node.inode, child.node, child.stat)
-            return pyfuse3.readdir_reply(token, Name(child.name), attributes, following)
-        inode = self.nodes.remember(child.node)
-        fits = pyfuse3.readdir_reply(token, Name(child.name), _attributes(inode, child.node, child.stat), following)
+        if name in _DOTS:
+            return pyfuse3.readdir_reply(token, Name(name), _attributes(node.inode, node, status), following)
+        inode = self.nodes.remember(node)
+        fits = pyfuse3.readdir_reply(token, Name(name), _attributes(inode, node, status), following)
         if not fits:
             self.nodes.forget(inode, 1)
         return fits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import logging.handlers
 import os
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PURPOSE_CHARACTERS = 500
 _LOG_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_GC_THRESHOLDS = (100_000, 50, 100)
 _MALLOC_OPTIONS = ((-8, 1), (-3, 32 * limits.MIB), (-1, 64 * limits.MIB))
 """M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's malloc.h."""
 _SWITCH_SECONDS = 0.0005
@@ -55,7 +57,7 @@ def serve(store_path: str, place: str, options: MountOptions, ready: Callable[[]
         _mount(server.operations, place, mount_source(os.path.realpath(store_path)), allow_other=options.allow_other)
         try:
             sys.setswitchinterval(_SWITCH_SECONDS)
-            _keep_freed_memory()
+            _tune_memory()
             trio.run(server.run, control, ready)
         finally:
             pyfuse3.close(unmount=True)
@@ -163,10 +165,13 @@ def _captured_stderr() -> Iterator[Callable[[], str]]:
             os.close(saved)
 
 
-def _keep_freed_memory() -> None:
-    """Let malloc use the buffers of blocks again: memory given back to the kernel comes back by page faults, which cost
+def _tune_memory() -> None:
+    """Look for cycles of garbage seldom: a mount makes none worth mention, and the nodes to look through are many.
+
+    Let malloc use the buffers of blocks again: memory given back to the kernel comes back by page faults, which cost
     as much as decoding. Only glibc has the call.
     """
+    gc.set_threshold(*_GC_THRESHOLDS)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter, value in _MALLOC_OPTIONS:

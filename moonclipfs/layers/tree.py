@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
+from stat import S_IFREG
 from typing import NamedTuple
 
 from moonclipfs import limits
@@ -61,19 +62,18 @@ class Node(NamedTuple):
         return "/" + path.decode("utf-8", "surrogateescape")
 
     @property
-    def identity(self) -> tuple[object, ...]:
+    def identity(self) -> bytes:
         """What makes this the same file as another node, also at another mount. Hard links in a snapshot share it."""
-        number = self.version.number if self.version is not None else 0
-        if self.entry.link_group:
-            return self.area.value, self.path[: self.bound], number, self.entry.link_group
-        return self.area.value, self.path, number, self.bound, self.entry.target
+        area, path, entry, version, bound = self
+        number = 0 if version is None else version.number
+        if entry.link_group:
+            return b"%b\0%b\0%d\0link\0%d" % (area.value, path[:bound], number, entry.link_group)
+        return b"%b\0%b\0%d\0%d\0%b" % (area.value, path, number, bound, entry.target)
 
     @property
     def inode(self) -> int:
         """The inode number that follows from `identity`: two files may, very rarely, have the same."""
-        if self.is_root:
-            return ROOT_INODE
-        return inode_number(repr(self.identity).encode())
+        return ROOT_INODE if self.is_root else inode_number(self.identity)
 
 
 def inode_number(identity: bytes) -> int:
@@ -92,14 +92,6 @@ class Stat(NamedTuple):
     size: int
     mtime_ns: int
     ctime_ns: int
-
-
-class Child(NamedTuple):
-    """One line of a listing."""
-
-    name: bytes
-    node: Node
-    stat: Stat
 
 
 class Tree:
@@ -154,21 +146,7 @@ class Tree:
             return directory
         if name == b"..":
             return self.parent(directory, wait=wait)
-        if directory.is_root and name in _VIRTUAL:
-            return self._directory_of_names(_VIRTUAL[name], b"")
-        path, names = join(directory.path, name), self._names(directory, wait)
-        if name in names:
-            leaf = names[name]
-            if isinstance(leaf, Version):
-                return Node(directory.area, path, self._store.root_entry(leaf), leaf, len(path))
-            if isinstance(leaf, Link):
-                return self._link(path, leaf)
-        entry = self._entries(directory, wait).get(name)
-        if entry is not None and (name not in names or entry.type is EntryType.DIRECTORY):
-            return Node(directory.area, path, entry, directory.version, directory.bound)
-        if name in names:
-            return self._directory_of_names(directory.area, path)
-        raise NotFoundError(f"{directory.place}: no {name!r} in it")
+        return self._child(directory, name, self._names(directory, wait), self._entries(directory, wait))
 
     def names_in(self, directory: Node, *, wait: bool = True) -> list[bytes]:
         """The names in a directory, sorted; some may be gone when they are looked up."""
@@ -178,32 +156,35 @@ class Tree:
             return list(entries)
         return sorted({*names, *entries, *virtual})
 
-    def children(self, directory: Node, names: Iterable[bytes], *, wait: bool = True) -> list[Child | None]:
+    def children(self, directory: Node, names: Iterable[bytes], *, wait: bool = True) -> list[tuple[Node, Stat] | None]:
         """Lookup and stat of several names at once; None for one that is not there. Understands `.` and `..`."""
-        found: list[Child | None] = []
+        found: list[tuple[Node, Stat] | None] = []
+        made, entries = self._names(directory, wait), self._entries(directory, wait)
         for name in names:
             try:
-                node = self.lookup(directory, name, wait=wait)
+                dot = name in (b".", b"..")
+                node = self.lookup(directory, name, wait=wait) if dot else self._child(directory, name, made, entries)
             except NotFoundError:
                 found.append(None)
             else:
-                found.append(Child(name, node, self.stat(node, wait=wait)))
+                found.append((node, self.stat(node, wait=wait)))
         return found
 
     def stat(self, node: Node, *, wait: bool = True) -> Stat:
         """What stat says of a node."""
-        entry, attributes = node.entry, node.entry.attributes
-        mode, mtime = entry.type.st_mode | attributes.mode, attributes.mtime_ns
-        size, nlink = entry.size, 1
-        if node.is_directory:
+        entry = node.entry
+        type_, attributes = entry.type, entry.attributes
+        mtime, ctime, size, nlink = attributes.mtime_ns, attributes.ctime_ns, entry.size, 1
+        if type_ is EntryType.DIRECTORY:
             size, nlink = 0, 2 + self._count_subdirectories(node, wait)
-            if (view := self._current(node)) is not None:
-                mtime = max(mtime, view.mtimes.get(node.path, 0))
-        elif entry.type is EntryType.SYMLINK:
+            if (view := self._current(node)) is not None and (named := view.mtimes.get(node.path, 0)) > mtime:
+                mtime, ctime = named, max(ctime, named)
+        elif type_ is EntryType.SYMLINK:
             size = len(entry.target)
         if entry.link_group:
             nlink = max(1, self._group_sizes(node, wait)[entry.link_group])
-        return Stat(mode, nlink, attributes.uid, attributes.gid, size, mtime, max(mtime, attributes.ctime_ns))
+        mode = (S_IFREG if type_ is EntryType.FILE else type_.st_mode) | attributes.mode
+        return Stat(mode, nlink, attributes.uid, attributes.gid, size, mtime, ctime)
 
     def open(self, node: Node) -> FileReader:
         """The bytes of a file. Raises CorruptError."""
@@ -230,6 +211,24 @@ class Tree:
             raise NotFoundError(f"{node.place}: no attribute {name!r}") from None
 
     # Names
+
+    def _child(self, directory: Node, name: bytes, names: Children, entries: Mapping[bytes, Entry]) -> Node:
+        """What `name` is in a directory that holds `names`, and below them `entries`."""
+        path = join(directory.path, name)
+        if name in names:
+            leaf = names[name]
+            if isinstance(leaf, Version):
+                return Node(directory.area, path, self._store.root_entry(leaf), leaf, len(path))
+            if isinstance(leaf, Link):
+                return self._link(path, leaf)
+        entry = entries.get(name)
+        if entry is not None and (name not in names or entry.type is EntryType.DIRECTORY):
+            return Node(directory.area, path, entry, directory.version, directory.bound)
+        if name in names:
+            return self._directory_of_names(directory.area, path)
+        if directory.is_root and name in _VIRTUAL:
+            return self._directory_of_names(_VIRTUAL[name], b"")
+        raise NotFoundError(f"{directory.place}: no {name!r} in it")
 
     def _names(self, directory: Node, wait: bool) -> Children:
         """What names make of a directory, over what its snapshot holds."""
