@@ -67,6 +67,19 @@ def test_the_demo_loads_everything_and_finds_it_equal(tmp_path: Path) -> None:
     wait_until_nothing_is_left(tmp_path / "demo")
 
 
+def test_without_fuse_the_demo_reads_through_python(tmp_path: Path) -> None:
+    hide = ["unshare", "-m", "sh", "-c", 'mount --bind /dev/null /dev/fuse && exec "$@"', "sh"]
+    if subprocess.run([*hide, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot hide /dev/fuse in a mount namespace")
+    demo = start(tmp_path / "demo", *hide)
+    output, _ = demo.communicate(timeout=240)
+    assert demo.returncode == 0, output
+    assert "No FUSE here" in output
+    assert "torch.load(file)" in output
+    assert "All equal." in output
+    wait_until_nothing_is_left(tmp_path / "demo")
+
+
 @pytest.mark.parametrize(
     ("line", "number"),
     [
