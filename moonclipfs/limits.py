@@ -37,7 +37,7 @@ FILE_BYTES = 1 << 56
 
 # Codec
 BLOCK_ELEMENTS = 64 * KIB
-"""Elements of a block: 256 KiB of fp32, 128 KiB of bf16. Fixed, so that blocks of a delta and of its base face each other."""
+"""Elements of a block: 256 KiB of fp32, 128 KiB of bf16. Fixed, so that blocks of a delta and its base face each other."""
 BLOCK_BYTES = 256 * KIB
 """Length of a block of bytes that have no element type."""
 RAW_BYTES = 1 * GIB
@@ -45,7 +45,7 @@ RAW_BYTES = 1 * GIB
 CHAIN_DEPTH = 3
 """Links between a delta and the full encoding at the end of its chain, at most."""
 CHAIN_READ_DEPTH = 2 * CHAIN_DEPTH
-"""Links that a reader follows: more than CHAIN_DEPTH, since a base may be stored again with a longer chain of its own."""
+"""Links that a reader follows: more than CHAIN_DEPTH, since a base may be stored again with a longer chain."""
 
 # Packs and log
 PACK_BYTES = 256 * MIB
