@@ -87,9 +87,12 @@ class Line:
     def find(self, region: Region, offset: int) -> tuple[ObjectId, int] | None:
         """Return (object, its element) that stands in the earlier file where byte `offset` of `region` would be."""
         before = self._regions.get(region.name)
-        if before is None or before.shape != region.shape or not can_predict(region.dtype, before.dtype):
+        # The first dimension may differ: a vocabulary that has grown still begins as it was.
+        if before is None or before.shape[1:] != region.shape[1:] or not can_predict(region.dtype, before.dtype):
             return None
         at = before.offset + offset // region.dtype.width * before.dtype.width
+        if at >= before.end:
+            return None
         for extent, inside, _ in self._recipe.locate(at, 1):
             element, rest = divmod(extent.object_offset + inside, before.dtype.width)
             # Blocks of the new object then face whole blocks of the base.

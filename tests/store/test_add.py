@@ -274,6 +274,16 @@ def test_a_line_is_stored_as_deltas_whatever_its_files_are_called(store: Store, 
         assert contents(store, f"run/c-{number}") == {f"model-{number}.safetensors": data}
 
 
+def test_a_tensor_that_grew_is_a_delta_against_the_shorter_one(store: Store, work: Path) -> None:
+    values = floats(1, 60_000)
+    lay(work, {"c-0/m": safetensors({"emb": ("F32", values)})})
+    lay(work, {"c-1/m": safetensors({"emb": ("F32", values + floats(2, 3000))})})
+    stats = add(store, [work / "c-0", work / "c-1"], name="run/").snapshots[1].stats
+    assert stats.delta_bytes == 63_000 * 4
+    assert stats.delta_stored < 13_000
+    assert contents(store, "run/c-1")["m"].endswith(floats(2, 3000))
+
+
 def test_a_flat_line_of_files_in_one_snapshot_is_stored_as_deltas(store: Store, work: Path) -> None:
     lay(work / "run", {f"step-{number}.safetensors": data for number, data in enumerate(series(6))})
     stats = add(store, [work / "run"]).stats

@@ -183,6 +183,9 @@ def test_a_line_finds_the_object_that_holds_a_tensor() -> None:
     assert line.find(narrow, 0) == (ids[0], 0)
     assert line.find(Region(0, 40, RegionKind.TENSOR, "b", DType.F32, (10,)), 0) == (ids[2], 0)
     assert line.find(Region(0, 40, RegionKind.TENSOR, "b", DType.F32, (5, 2)), 0) is None
+    grown = Region(0, 80, RegionKind.TENSOR, "b", DType.F32, (20,))
+    assert line.find(grown, 0) == (ids[2], 0)
+    assert line.find(grown, 40) is None
     assert line.find(Region(0, 40, RegionKind.TENSOR, "c", DType.F32, (10,)), 0) is None
     assert line.find(Region(0, 80, RegionKind.TENSOR, "b", DType.I64, (10,)), 0) is None
 
