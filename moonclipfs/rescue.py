@@ -39,7 +39,7 @@ except ImportError:
 CONTEXTS = {1: "moonclipfs 2026-11 data object", 2: "moonclipfs 2026-11 recipe", 3: "moonclipfs 2026-11 directory"}
 ENTRY = struct.Struct("<32s32s32sQQQQQBBBBI")
 BLOCK_ELEMENTS, BLOCK_BYTES = 1 << 16, 1 << 18
-MAX_RAW = 1 << 30
+MAX_RAW, MODEL_BYTES = 1 << 30, 1 << 18
 CHAIN_LIMIT = 64
 CACHE_BYTES = 1 << 28
 
@@ -259,25 +259,23 @@ class Block:
             if self.methods[k] == RAW:
                 self.planes[k] = data[at : at + elements]
             elif self.methods[k] == ZSTD:
-                self.planes[k] = _unpack(data[at : at + lengths[k]].tobytes(), elements)
+                self.planes[k] = np.frombuffer(_unpack(data[at : at + lengths[k]].tobytes(), elements), np.uint8)
+            if self.methods[k] != RANS and len(self.planes[k]) != elements:
+                raise Damaged("a plane of a wrong length")
             at += lengths[k]
         self.tail, at = data[at : at + tail].tobytes(), at + tail
         if RANS in self.methods:
             self.state, self.at = data[at : at + 128].copy().view("<u4").astype(np.int64), at + 128
 
 
-def _unpack(frame: bytes, length: int) -> Any:
+def _unpack(frame: bytes, most: int) -> bytes:
+    """The content of a zstd frame, `most` bytes at most."""
     import zstandard  # only stores that hold such a frame need it
 
-    if length > MAX_RAW:
-        raise Damaged("impossible length")
     try:
-        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=max(length, 1))
+        return bytes(zstandard.ZstdDecompressor().decompress(frame, max_output_size=max(most, 1)))
     except zstandard.ZstdError as error:
         raise Damaged(f"zstd: {error}") from error
-    if len(data) != length:
-        raise Damaged("zstd frame of a wrong length")
-    return np.frombuffer(data, np.uint8)
 
 
 def _decode_rans(blocks: list[Block], k: int, model: Model, contexts: Any) -> None:
@@ -328,7 +326,9 @@ def decode(data: bytes, base: bytes) -> bytes:
     """Decode an encoded object; `base` is the whole raw base of a delta, empty for a full encoding."""
     if len(data) < 32 or data[:4] != b"MCE\x01":
         raise Damaged("no encoded object")
-    dtype, base_dtype, transform, _, raw_length, base_start, head_length, _ = struct.unpack_from("<BBBBQQII", data, 4)
+    dtype, base_dtype, transform, packed, raw_length, base_start, head_length, _ = struct.unpack_from(
+        "<BBBBQQII", data, 4
+    )
     if dtype >= len(DTYPES) or transform > DELTA or raw_length > MAX_RAW or head_length > len(data):
         raise Damaged("head of an encoded object out of range")
     kind = DTYPES[dtype]
@@ -345,7 +345,8 @@ def decode(data: bytes, base: bytes) -> bytes:
         return b"".join(block.planes[0].tobytes() + block.tail for block in blocks)
     elements = sum(block.elements for block in blocks)
     predicted = _predicted(base, base_dtype, kind, base_start, elements) if transform == DELTA else None
-    _decode_planes(blocks, data[32 + 12 * count : head_length], kind, predicted)
+    shared = data[32 + 12 * count : head_length]
+    _decode_planes(blocks, _unpack(shared, MODEL_BYTES) if packed else shared, kind, predicted)
     word = np.dtype(f"<u{width}")
     values = np.zeros(elements, word)
     for k in range(width):
@@ -377,8 +378,9 @@ def _decode_planes(blocks: list[Block], shared: bytes, kind: DType, predicted: A
         return
     top, at = struct.unpack_from("<H", shared)[0], 2
     exponents, element = {}, 0
-    for block in blocks:
-        exponents[id(block)] = np.zeros(block.elements, np.int64)
+    for number, block in enumerate(blocks):
+        of_full = number * 16 // len(blocks) if predicted is None else 0
+        exponents[id(block)] = np.full(block.elements, of_full, np.int64)
         if predicted is not None and kind.mask:
             field = (predicted[element : element + block.elements] >> kind.shift).astype(np.int64) & kind.mask
             exponents[id(block)] = np.clip(top - field, 0, 15)
