@@ -33,10 +33,9 @@ void mc_block_exponents(mc_scratch *scratch, const mc_head *head, u64 block, siz
  * Without a base, the exponent class of all elements is where their block is in the object, in sixteenths, so that the
  * parts of an object can have tables of their own.
  */
-#define MC_BLOCK_CLASSES 16
 static inline unsigned mc_block_class(const mc_head *head, u64 block)
 {
-    return (unsigned)(block * MC_BLOCK_CLASSES / head->blocks);
+    return (unsigned)(block * MC_EXPONENT_CLASSES / head->blocks);
 }
 
 /*
@@ -52,6 +51,12 @@ int mc_plane_constant(const u8 *plane, size_t n);
 
 /* The lower 6 bits of the contexts of plane k in scratch->contexts, once the plane above it is known. */
 const u8 *mc_plane_contexts(mc_scratch *scratch, const mc_head *head, unsigned k, const u8 *above, size_t n);
+
+/*
+ * How many contexts symbols are counted in: 16 when the exponent class is all that is looked at, because there is no
+ * base or because there are too few elements to pay for more.
+ */
+unsigned mc_counted_contexts(const mc_head *head);
 
 /* What a first look at a block's planes tells, a bit a plane. */
 typedef struct {

@@ -1,5 +1,7 @@
 #include "mc_block.h"
 
+#define FEW_ELEMENTS ((u64)1 << 14)
+
 static void count_plain(u32 counts[256], const u8 *symbols, size_t n)
 {
     u32 part[4][256] = {{0}};
@@ -44,6 +46,12 @@ static void count_dense(u32 (*row)[256], const u8 *contexts, const u8 *symbols, 
         counts[keys[lane]]++;
 }
 
+static void count_by_exponent(mc_counts counts, const u8 *exponents, const u8 *symbols, size_t n)
+{
+    for (size_t i = 0; i < n; i += MC_LANES)
+        count_dense(counts, exponents + i, symbols + i, n - i < MC_LANES ? (unsigned)(n - i) : MC_LANES);
+}
+
 static void count_in_context(mc_counts counts, const u8 *contexts, const u8 *symbols, size_t n)
 {
     zero_counts zeros = {{{0}}};
@@ -65,10 +73,17 @@ static void count_in_context(mc_counts counts, const u8 *contexts, const u8 *sym
                 counts[level * MC_STATIC_CONTEXTS + context][0] += zeros[part][level][context];
 }
 
+unsigned mc_counted_contexts(const mc_head *head)
+{
+    int few = head->raw_length / mc_plane_count(head) < FEW_ELEMENTS;
+    return head->transform == MC_ROTATE || few ? MC_EXPONENT_CLASSES : MC_CONTEXTS;
+}
+
 mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *raw, const u8 *base)
 {
     const unsigned width = mc_plane_count(head);
     const size_t n = mc_raw_bytes(head, block) / width;
+    const int plain = mc_counted_contexts(head) == MC_EXPONENT_CLASSES;
     mc_plane_kinds kinds = {0, 0};
     mc_block_split(scratch, head, block, raw, n, base);
     for (unsigned k = 0; k < width; k++) {
@@ -79,6 +94,8 @@ mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, u64 bloc
             kinds.noise |= (u8)(1u << k);
         else if (head->transform == MC_ROTATE)
             count_plain(scratch->counts[k][mc_block_class(head, block)], plane, n);
+        else if (plain)
+            count_by_exponent(scratch->counts[k], scratch->exponents, plane, n);
         else
             count_in_context(scratch->counts[k], mc_plane_contexts(scratch, head, k, plane + MC_PLANE_STRIDE, n), plane, n);
     }

@@ -125,7 +125,7 @@ static size_t encode_bytes(mc_scratch *scratch, const u8 *raw, size_t n, u8 *out
         e.bytes[0] = scratch->packed;
         e.length[0] = packed;
     }
-    return (size_t)(assemble(&e, 1, NULL, 0, out) - out);
+    return (size_t)(assemble(&e, 1, raw + n, 0, out) - out);
 }
 
 size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *raw, const u8 *base,

@@ -76,7 +76,7 @@ static unsigned find_exponent_top(mc_scratch *scratch, const mc_head *head, cons
 static void fit_models(mc_scratch *scratch, const mc_head *head, const mc_request *request, u8 *entry)
 {
     const unsigned width = mc_plane_count(head);
-    const unsigned contexts = head->transform == MC_ROTATE ? MC_BLOCK_CLASSES : MC_CONTEXTS;
+    const unsigned contexts = mc_counted_contexts(head);
     for (unsigned k = 0; k < width; k++)
         memset(scratch->counts[k], 0, contexts * sizeof scratch->counts[k][0]);
     for (u64 block = 0; block < head->blocks; block++, entry += MC_ENTRY_BYTES) {

@@ -130,7 +130,7 @@ int mc_model_read(mc_model *model, const u8 **at, const u8 *end)
     if (*at == end || **at > MC_TABLES)
         return MC_E_TABLE;
     model->tables = *(*at)++;
-    model->shape = 0;
+    model->bits = model->shape = 0;
     memset(model->map, 0, sizeof model->map);
     if (!model->tables)
         return MC_OK;

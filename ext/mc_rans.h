@@ -22,6 +22,7 @@
  * one in the same element, bits 6-7 the activity: how many of the 32 symbols before this group were not zero.
  */
 #define MC_CONTEXTS 256
+#define MC_EXPONENT_CLASSES 16
 #define MC_STATIC_CONTEXTS 64 /* the part that does not depend on the plane itself */
 #define MC_LEVELS 4
 enum { MC_BY_EXPONENT = 1, MC_BY_ABOVE = 2, MC_BY_ACTIVITY = 4 };
