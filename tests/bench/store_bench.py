@@ -1,6 +1,7 @@
 """Whole stores, first checkpoint included, beside other ways to keep the same files.
 
     python -m tests.bench.store_bench [--size tiny|small|full] [--series NAME,...]
+    python -m tests.bench.store_bench --files CHECKPOINT ...      your own, in the order in which they were saved
 
 Prints for each series the ratio (bytes of the files / bytes stored) of every rival, and their times to write and to
 read it all as multiples of copying and of reading plain files in the same run.
@@ -24,7 +25,7 @@ from tests.bench.rivals import Kept, installed
 from tests.demo.gpt import quiet_torch
 
 TARGETS = {"weights_late": 1.75, "family": 5.0}
-"""Ratios that a whole store must reach."""
+"""Ratios for a whole store to reach."""
 
 
 def family(plan: series.Plan) -> list[Path]:
@@ -81,11 +82,6 @@ class Result:
         """Bytes of the files per byte stored."""
         return {rival: sum(self.lengths) / kept.stored for rival, kept in self.kept.items()}
 
-    @property
-    def is_reached(self) -> bool:
-        """Whether the target of this series, if it has one, is reached."""
-        return self.ratios["moonclipfs"] >= TARGETS.get(self.name, 0)
-
 
 def report(results: Sequence[Result]) -> None:
     """Print one table for ratios and one for times."""
@@ -113,25 +109,25 @@ def _times(kept: Kept | None, plain: Kept) -> str:
     return f"{kept.write_seconds / plain.write_seconds:.1f} {kept.read_seconds / plain.read_seconds:.1f}"
 
 
-def main() -> int:
-    """Run from the command line; exit code 1 when a target is missed."""
+def main() -> None:
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=series.SIZES, default="small")
     parser.add_argument("--series", default=",".join([*series.SERIES, "family"]))
     parser.add_argument("--data", type=Path, help="where the series are, or are made")
+    parser.add_argument("--files", type=Path, nargs="+", help="measure these files instead, as one series")
     arguments = parser.parse_args()
     SCRATCH.mkdir(parents=True, exist_ok=True)
     quiet_torch()
     plan = series.Plan(arguments.data or SCRATCH / f"series-{arguments.size}", arguments.size)
     print(machine())
     results = []
-    for name in arguments.series.split(","):
-        files = family(plan) if name == "family" else series.make(plan, [name])[0]
+    for name in ["files"] if arguments.files else arguments.series.split(","):
+        files = arguments.files or (family(plan) if name == "family" else series.make(plan, [name])[0])
         print(f"{name}: {len(files)} files", flush=True)
         results.append(Result(name, [path.stat().st_size for path in files], run(files)))
     report(results)
-    return 0 if all(result.is_reached for result in results) else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

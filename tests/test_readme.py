@@ -1,0 +1,72 @@
+"""The README tells what the program does: its commands, exit codes, extras and targets exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from moonclipfs import errors
+from moonclipfs.cli.main import ALIASES, COMMANDS, EXIT_BUG
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+COMMAND_TABLE = README.split("## Commands")[1].split("Exit codes")[0]
+
+
+def test_every_command_is_told() -> None:
+    told = set(re.findall(r"`([a-z]+)", COMMAND_TABLE))
+    assert set(COMMANDS) | set(ALIASES) <= told
+
+
+def test_every_command_that_is_told_exists() -> None:
+    used = set(re.findall(r"(?:^\$ |`)moonclipfs ([a-z]+)", README, re.MULTILINE))
+    assert used
+    assert used <= set(COMMANDS) | set(ALIASES)
+
+
+@pytest.mark.parametrize("row", [row for row in COMMAND_TABLE.splitlines() if row.startswith("| `")])
+def test_options_that_are_told_exist(row: str) -> None:
+    name = re.match(r"\| `([a-z]+)", row)
+    assert name is not None
+    command = importlib.import_module(f"moonclipfs.cli.{name[1]}").command
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert set(re.findall(r"--[a-z-]+", row)) <= known
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    text = README.split("Exit codes: ")[1].split("\n\n")[0]
+    told = {int(number) for number in re.findall(r"\b(\d+) [a-z]", text)}
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MoonclipError)
+    ]
+    assert told == {kind.exit_code for kind in kinds} | {0, EXIT_BUG}
+
+
+def test_extras_that_are_told_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = README.split("Extras: ")[1].split("\n\n")[0]
+    assert set(re.findall(r"`([a-z]+)`", text)) <= set(extras)
+
+
+def test_targets_that_are_told_exist() -> None:
+    for target in set(re.findall(r"`make ([a-z-]+)`", README)):
+        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_apt_packages_are_those_of_set_up() -> None:
+    line = re.search(r"apt-get install (.*)", README)
+    assert line is not None
+    script = (ROOT / "tests" / "setup.sh").read_text()
+    for package in line[1].split():
+        assert re.search(rf"\b{package}\b", script), package
+
+
+def test_the_first_screen_holds_what_a_newcomer_needs() -> None:
+    screen = "\n".join(README.splitlines()[:45])
+    for text in ("moonclipfs mount", "torch.load", "make demo", "make test", "fp32 pre-training", "bf16 fine-tune"):
+        assert text in screen
