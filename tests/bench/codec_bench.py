@@ -3,9 +3,10 @@
     python -m tests.bench.codec_bench [--size tiny|small|full] [--series pretrain,moe,...] [--data DIR]
 
 Of each series the last checkpoint is encoded, full and against the one before. Tensors are cut into objects as a store
-does, small ones together, and one that is the same as before, or the same as another, costs nothing for any of the coders. Ratio is raw by
-stored bytes. Speeds are of one core, by CPU time, best of several runs, as a share of memcpy in the same run; encoding
-includes the choice between full and delta and the verification of the result, decoding includes checksums.
+does, small ones together, and one that is the same as before, or the same as another, costs nothing for any of the
+coders. Ratio is raw by stored bytes. Speeds are of one core, by CPU time, best of several runs, as a share of memcpy in
+the same run; encoding includes the choice between full and delta and the verification of the result, decoding includes
+checksums.
 """
 
 from __future__ import annotations
