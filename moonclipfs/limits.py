@@ -37,7 +37,7 @@ FILE_BYTES = 1 << 56
 
 # Codec
 BLOCK_ELEMENTS = 64 * KIB
-"""Elements of a block: 256 KiB of fp32, 128 KiB of bf16. Fixed, so that blocks of a delta and its base face each other."""
+"""Elements of a block: 256 KiB of fp32, 128 KiB of bf16. Fixed: blocks of a delta and its base face each other."""
 BLOCK_BYTES = 256 * KIB
 """Length of a block of bytes that have no element type."""
 RAW_BYTES = 1 * GIB
@@ -62,7 +62,7 @@ REPACK_DEAD_SHARE = 0.30
 REPACK_BYTES = 4 * GIB
 """Copied by gc at most before it deletes what the copies replace."""
 GC_WAIT_SECONDS = 2.0
-"""How long gc waits for other processes to see what it is about to delete; what they still use then goes in a later run."""
+"""How long gc waits for other processes to see what it is about to delete; what they still use goes in a later run."""
 
 # Parsers
 HEADER_BYTES = 100 * MIB

@@ -109,7 +109,7 @@ class BytesSource:
 
 
 class Extent(NamedTuple):
-    """`length` bytes of a file: a range of an object, literal bytes, or a hole. They follow each other from offset 0."""
+    """`length` bytes of a file: a range of an object, literal bytes, or a hole. They are in order, from offset 0."""
 
     length: int
     object_id: ObjectId | None = None

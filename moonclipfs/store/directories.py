@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable, Mapping
 
@@ -42,7 +43,7 @@ def check_name(name: bytes) -> None:
 def encode_directory(entries: Iterable[Entry]) -> bytes:
     """Serialise entries, sorted by name; equal entries always give equal bytes. Raises LimitError for a bad name."""
     ordered = sorted(entries, key=lambda entry: entry.name)
-    for entry, following in zip(ordered, ordered[1:], strict=False):
+    for entry, following in itertools.pairwise(ordered):
         if entry.name == following.name:
             raise LimitError(f"{entry.name!r} stands twice in one directory")
     for entry in ordered:
@@ -69,7 +70,9 @@ def decode_directory(data: Buffer) -> dict[bytes, Entry]:
 
 def _decode_entry(raw: bytes, at: int) -> tuple[Entry, int]:
     try:
-        kind, name_length, target_length, xattr_count, mode, group, uid, gid, mtime, ctime, size, child = _ENTRY.unpack_from(raw, at)
+        kind, name_length, target_length, xattr_count, mode, group, uid, gid, mtime, ctime, size, child = (
+            _ENTRY.unpack_from(raw, at)
+        )
         entry_type = EntryType(kind)
     except (struct.error, ValueError) as error:
         raise CorruptError(f"directory: broken entry at byte {at}") from error
