@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from moonclipfs import errors, limits
 from moonclipfs.errors import BusyError, MountError, NotFoundError
-from moonclipfs.fuse.control import server_pid
+from moonclipfs.fuse.control import runtime_path, server_pid
 from moonclipfs.fuse.holders import find_holders
 from moonclipfs.fuse.mounts import Mount, find_mounts, mount_at, real_place
 from moonclipfs.fuse.prepare import MountOptions, detach, prepare
@@ -57,7 +57,9 @@ def unmount(mountpoint: str | os.PathLike[str], *, lazy: bool = False) -> None:
         if "busy" in result.stderr:
             raise BusyError(_busy(found))
         raise MountError(f"cannot unmount {place}: {result.stderr.strip()}")
-    if pid is not None and not lazy:
+    if pid is None:
+        runtime_path(place, "sock").unlink(missing_ok=True)  # of a server that was killed
+    elif not lazy:
         _wait_for_exit(pid)
 
 

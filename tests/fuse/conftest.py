@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from moonclipfs.errors import FuseUnavailableError
-from moonclipfs.fuse.control import ask, server_pid
+from moonclipfs.fuse.control import ask, runtime_path, server_pid
 from moonclipfs.fuse.mount import MountOptions, mount
 from moonclipfs.fuse.mounts import mount_at
 from moonclipfs.fuse.prepare import check_device
@@ -113,6 +113,7 @@ def clear(mounted: Mounted) -> None:
         os.kill(mounted.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+    runtime_path(str(mounted.path), "sock").unlink(missing_ok=True)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:

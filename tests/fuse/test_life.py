@@ -112,11 +112,12 @@ def test_r095_a_killed_server_leaves_a_mount_that_is_cleared(
 
 
 def test_r095_a_dead_mount_can_be_unmounted(small: Mounted) -> None:
-    """umount clears a dead mount too."""
+    """umount clears a dead mount too, and the socket of its server."""
     os.kill(small.pid, signal.SIGKILL)
     eventually(lambda: not is_running(small.pid))
     unmount(small.path)
     assert mount_at(str(small.path)) is None
+    assert not runtime_path(str(small.path), "sock").exists()
 
 
 FOREIGN_SERVER = """
