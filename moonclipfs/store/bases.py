@@ -31,12 +31,14 @@ _GENERATIONS = 42 * len(_DEPTHS)
 """Generations are counted up to this, which a byte holds, and then from 1 again."""
 _MASTER_DEPTH = 2
 """Depth at most of a tensor of which narrower copies are kept: those are one link deeper, and cost almost nothing."""
-_MOST = 3
+_MOST = 4
 """Candidates that are compared by a sample."""
 _ALIKE = 20
 """Places of a sketch that agree, of 32, in tensors that are worth a look. Unrelated ones agree in 2 to 9."""
 _WORTH = 0.98
 """A delta must beat this share of the full encoding of a sample to be tried."""
+_ROUNDED = 2
+"""Places of a sketch that may differ between a master and its narrower copy."""
 _SAME_LABEL_LIMIT = 8
 _SAME_SIZE_LIMIT = 256
 
@@ -102,19 +104,21 @@ class Line:
 
 
 def candidates(known: Known, piece: Piece, sketch: bytes, line: tuple[ObjectId, int] | None) -> list[Candidate]:
-    """Return bases that may serve, one for each dtype at most: from the line, by label, by sketch."""
+    """Return bases that may serve, one of the own dtype at most: from the line, by label, by sketch."""
     if sketch == NO_SKETCH:
         return []
     label = known.by_label(label_of(piece), _SAME_LABEL_LIMIT)
     before = None if line is None else known.find(line[0])
-    found = _most_alike([*([] if before is None else [before]), *label], sketch, 0)
+    width = piece.dtype.width
+    found = _most_alike([*([] if before is None else [before]), *label], sketch, 0, width)
     if not found:
-        found = _most_alike(known.by_elements(piece.length // piece.dtype.width, _SAME_SIZE_LIMIT), sketch, _ALIKE)
-    has_copies = any(other.dtype.width < piece.dtype.width for other in label)
+        found = _most_alike(known.by_elements(piece.length // width, _SAME_SIZE_LIMIT), sketch, _ALIKE, width)
+    has_copies = any(other.dtype.width < width for other in label)
     options: list[Candidate] = []
-    for location in found[:_MOST]:
+    # Where a sample shows no difference, the widest wins: a master is exact everywhere.
+    for location in sorted(found, key=lambda one: -one.dtype.width)[:_MOST]:
         start = line[1] if line is not None and location is before else 0
-        wider = location.dtype.width > piece.dtype.width
+        wider = location.dtype.width > width
         candidate = _climb(known, location, start, _depth_after(location, wider=wider, has_copies=has_copies))
         if candidate is not None and can_predict(piece.dtype, candidate.location.dtype):
             options.append(candidate)
@@ -145,17 +149,27 @@ def pick(
     return best
 
 
-def _most_alike(locations: Sequence[Location], sketch: bytes, least: int) -> list[Location]:
-    """For each dtype the one whose sketch is most like `sketch`, in `least` places or more; of equals the first."""
+def _most_alike(locations: Sequence[Location], sketch: bytes, least: int, width: int) -> list[Location]:
+    """For each dtype the one whose sketch is most like `sketch`, in `least` places or more; of equals the first.
+
+    Of dtypes wider than `width` all that come near: only one of them is the master, and rounding may have changed a
+    place or two of the sketch.
+    """
     if not locations:
         return []
     sketches = np.frombuffer(b"".join(one.sketch for one in locations), np.uint8).reshape(-1, SKETCH_BYTES)
-    alike = similarity(sketch, sketches).tolist()
-    best: dict[DType, int] = {}
-    for at, location in enumerate(locations):
-        if alike[at] >= least and alike[at] > alike[best.setdefault(location.dtype, at)]:
-            best[location.dtype] = at
-    return [locations[at] for at in best.values()]
+    alike: dict[DType, list[tuple[int, Location]]] = {}
+    for places, location in zip(similarity(sketch, sketches).tolist(), locations, strict=True):
+        if places >= least:
+            alike.setdefault(location.dtype, []).append((places, location))
+    found: list[Location] = []
+    for dtype, rows in alike.items():
+        most = max(places for places, _ in rows)
+        if dtype.width > width:
+            found += [location for places, location in rows if places >= most - _ROUNDED]
+        else:
+            found.append(next(location for places, location in rows if places == most))
+    return found
 
 
 def _depth_after(newest: Location, *, wider: bool, has_copies: bool) -> int:

@@ -114,6 +114,13 @@ def test_a_narrower_copy_hangs_on_its_master_whatever_the_place_in_the_line() ->
         known.add(copy, marks(1), exact[0] if exact else None)
 
 
+def test_all_masters_that_look_the_same_are_offered_to_a_copy() -> None:
+    known, copy = Memory(), piece(dtype=DType.BF16)
+    masters = [known.add(piece(), marks(1)) for _ in range(2)]
+    known.add(piece(), marks(5))
+    assert [option.location for option in candidates(known, copy, marks(1), None)] == masters[::-1]
+
+
 def test_of_several_runs_with_one_architecture_the_own_is_found_by_likeness() -> None:
     known, tensor = Memory(), piece()
     runs = [known.add(tensor, marks(seed)) for seed in range(6)]
