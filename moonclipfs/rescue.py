@@ -466,7 +466,7 @@ class Store:
         data = self.object(identity)
         if data[:5] != b"MCDR\x01":
             raise Damaged(f"object {identity.hex()} is no directory")
-        at, head = 12, struct.Struct("<BxHHHIIIIqqQ32s")
+        at, head, before = 12, struct.Struct("<BxHHHIIIIqqQ32s"), b""
         for _ in range(struct.unpack_from("<I", data, 8)[0]):
             kind, name_length, text_length, xattrs, mode, group, uid, gid, mtime, _, size, child = head.unpack_from(
                 data, at
@@ -479,6 +479,9 @@ class Store:
                 at += 6 + key_length + value_length
             if not name or b"/" in name or b"\0" in name or name in (b".", b".."):
                 raise Damaged(f"impossible name {name!r} in directory {identity.hex()}")
+            if name <= before:  # a directory of the same name would be written through a symlink
+                raise Damaged(f"name {name!r} out of order in directory {identity.hex()}")
+            before = name
             yield kind, name, text, group, mode, uid, gid, mtime, size, child
 
     def write(self, recipe: bytes, path: bytes) -> None:
@@ -578,6 +581,18 @@ def _take(state: dict[str, list[list[Any]]], path: str, number: int) -> list[Any
 # The files
 
 
+def place(target: Path, path: str) -> bytes:
+    """Where below `target` a snapshot goes. Raises Damaged for a name, or a symlink on the way, that leads out."""
+    parts = path.split("/")
+    if "\0" in path or not {"", ".", ".."}.isdisjoint(parts):
+        raise Damaged("no snapshot can have this name")
+    for part in parts:
+        target = target / part
+        if target.is_symlink():
+            raise Damaged(f"{target} is a symbolic link")
+    return os.fsencode(target)
+
+
 class Export:
     """Writes snapshots as plain files, and goes on after what cannot be read."""
 
@@ -586,6 +601,8 @@ class Export:
 
     def directory(self, identity: bytes, target: bytes, links: dict[int, bytes]) -> None:
         """Write the entries of a directory object below `target`."""
+        if os.path.islink(target):
+            raise Damaged("is a symbolic link")
         os.makedirs(target, exist_ok=True)
         for kind, name, text, group, mode, uid, gid, mtime, _, child in self.store.entries(identity):
             path = os.path.join(target, name)
@@ -645,8 +662,8 @@ def main() -> int:
     export = Export(store)
     for path in arguments.names or versions:
         try:
-            export.directory(versions[path][0], os.fsencode(arguments.target / path), {})
-        except (Damaged, struct.error) as error:
+            export.directory(versions[path][0], place(arguments.target, path), {})
+        except (Damaged, OSError, struct.error, UnicodeEncodeError) as error:
             export.failures += 1
             warn(f"{path}: {error}")
     return 1 if export.failures else 0

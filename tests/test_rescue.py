@@ -14,9 +14,11 @@ from blake3 import blake3
 
 from moonclipfs import rescue
 from moonclipfs.store.add import add
+from moonclipfs.store.directories import _encode_entry
 from moonclipfs.store.objects import CONTEXTS, object_id
+from moonclipfs.store.records import encode_record, record_name
 from moonclipfs.store.store import Store
-from moonclipfs.types import Kind
+from moonclipfs.types import Entry, EntryType, Kind
 from tests.store import kit
 
 SCRIPT = Path(rescue.__file__)
@@ -176,6 +178,47 @@ def test_a_pack_without_its_footer(filled: tuple[Path, dict[str, Path]], tmp_pat
     done = run(path, tmp_path / "out")
     assert done.returncode == 0 and "looking for records" in done.stderr
     assert all(tree(tmp_path / "out" / name) == tree(source) for name, source in sources.items())
+
+
+@pytest.mark.parametrize("name", ["../outside", "{outside}", "a/../../outside", "", ".", "a\0b", "\ud800", "a/link"])
+def test_names_that_lead_out_are_refused(name: str, tmp_path: Path) -> None:
+    """Also by a symbolic link in a snapshot that was written before."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    Store.create(tmp_path / "store").close()
+    with Store.open(tmp_path / "store", write=True) as store:
+        root = kit.publish(store, "fine", {"f": b"1"}).root.hex()
+        sequence = store.names().sequence + 1
+        if name == "a/link":
+            link = Entry(b"link", EntryType.SYMLINK, kit.ATTRIBUTES, target=os.fsencode(outside))
+            with store.ingest() as ingest:
+                ingest.publish("a", ingest.put_directory([link]), {})
+            sequence += 1
+        body = {"path": name.format(outside=outside), "number": 1, "root": root, "time_ns": 1, "metadata": {}}
+    log = tmp_path / "store" / record_name(sequence)
+    log.write_bytes(encode_record(sequence, "bind", body))
+    done = run(tmp_path / "store", tmp_path / "out")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert not list(outside.iterdir()) and not (tmp_path / "out" / "f").exists()
+    assert (tmp_path / "out" / "fine" / "f").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("names", [(b"..",), (b"../x",), (b"/x",), (b"",), (b"x", b"x"), (b"y", b"x")])
+def test_directories_with_names_that_lead_out_are_refused(names: tuple[bytes, ...], tmp_path: Path) -> None:
+    """A second entry of the same name would be written through the symbolic link that the first one is."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    Store.create(tmp_path / "store").close()
+    with Store.open(tmp_path / "store", write=True) as store:
+        inner = kit.publish(store, "fine", {"f": b"1"}).root
+        entries = [Entry(names[0], EntryType.SYMLINK, kit.ATTRIBUTES, target=os.fsencode(outside))] * (len(names) - 1)
+        entries.append(Entry(names[-1], EntryType.DIRECTORY, kit.ATTRIBUTES, child=inner))
+    data = b"MCDR\x01\0\0\0" + len(entries).to_bytes(4, "little") + b"".join(map(_encode_entry, entries))
+    reader, identity = rescue.Store(tmp_path / "store"), object_id(Kind.DIRECTORY, data)
+    reader._remember(identity, data)
+    with pytest.raises(rescue.Damaged, match="name"):
+        rescue.Export(reader).directory(identity, os.fsencode(tmp_path / "x" / "out"), {})
+    assert not list(outside.iterdir()) and [*tmp_path.rglob("f")] == []
 
 
 @pytest.mark.parametrize("arguments", [["/no/such/store"], ["STORE", "out", "no/such/name"]])

@@ -48,6 +48,7 @@ def command(targets_and_directory: tuple[str, ...], everything: bool, overwrite:
                     part.version,
                     part.destination,
                     path=part.path,
+                    inside=Path(directory),
                     progress=progress,
                     overwrite=overwrite,
                     jobs=jobs or 0,

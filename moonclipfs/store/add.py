@@ -14,7 +14,8 @@ from moonclipfs.errors import NotFoundError, UsageError
 from moonclipfs.formats.sniff import parse
 from moonclipfs.store import move as moving
 from moonclipfs.store.ingest import IngestStats, Intake, Previous
-from moonclipfs.store.log import Names, check_path
+from moonclipfs.store.log import Names
+from moonclipfs.store.paths import check_path
 from moonclipfs.store.progress import Progress
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.recipes import Recipe

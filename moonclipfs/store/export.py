@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonclipfs import limits
-from moonclipfs.errors import ExistsError
+from moonclipfs.errors import CorruptError, ExistsError
 from moonclipfs.store.backend import os_errors
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.progress import Progress
@@ -45,6 +45,7 @@ def export(
     *,
     path: bytes = b"",
     progress: Callable[[Progress], None] | None = None,
+    inside: Path | None = None,
     overwrite: bool = False,
     jobs: int = 0,
 ) -> ExportReport:
@@ -58,6 +59,8 @@ def export(
 
     Raises NotFoundError, ExistsError, CorruptError, NoSpaceError, PermissionDeniedError.
     """
+    if inside is not None:
+        _check_inside(target, inside)
     root = os.fsencode(os.path.abspath(target))
     top = store.lookup(version, path)
     is_tree = top.type is EntryType.DIRECTORY
@@ -225,6 +228,17 @@ class _Export:
             os.rename(name, path)
             made += 1
         return made
+
+
+def _check_inside(target: Path, directory: Path) -> None:
+    """Raise CorruptError when `target` is not at or below `directory`, ExistsError when a symlink is on the way."""
+    names = target.relative_to(directory).parts if target.is_relative_to(directory) else ("..",)
+    if ".." in names:
+        raise CorruptError(f"{target} is outside {directory}: no snapshot can have a name that leads there")
+    for name in names:
+        directory = directory / name
+        if directory.is_symlink():
+            raise ExistsError(f"{directory} is in the way, a symbolic link: move it away, or choose another target")
 
 
 def _first_of_each_link_group(entries: list[tuple[bytes, Entry]]) -> dict[int, bytes]:

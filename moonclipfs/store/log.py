@@ -32,6 +32,7 @@ from moonclipfs.errors import (
 )
 from moonclipfs.store.backend import Backend
 from moonclipfs.store.packs import pack_of_key
+from moonclipfs.store.paths import check_path
 from moonclipfs.store.records import decode_record, encode_record, record_name, record_sequence, record_type
 from moonclipfs.store.replay import State, is_at_or_below
 from moonclipfs.types import ObjectId, Version
@@ -40,24 +41,6 @@ log = logging.getLogger(__name__)
 
 _RELOADS = 10
 _SPEC = re.compile(r"(.+)@(\d{1,18})", re.DOTALL)
-
-
-def check_path(path: str) -> str:
-    """Return `path` if a snapshot can have it, else raise UsageError. It may hold any bytes, as surrogate escapes."""
-    parts = path.split("/")
-    try:
-        encoded = [part.encode("utf-8", "surrogateescape") for part in parts]
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{path!r} cannot be a snapshot's name: it is not text") from error
-    if "" in parts or "." in parts or ".." in parts or "\0" in path:
-        raise UsageError(f"{path!r} cannot be a snapshot's name: use NAME or DIRECTORY/NAME, without '.' or '..'")
-    if path.startswith("@"):
-        raise UsageError(f"{path!r} cannot be a snapshot's name: names that begin with @ are taken")
-    if max(map(len, encoded)) > limits.NAME_BYTES or len(parts) > limits.PATH_DEPTH:
-        raise UsageError(f"{path[:60]!r}... cannot be a snapshot's name: a part is too long, or there are too many")
-    if sum(map(len, encoded)) + len(parts) > limits.PATH_BYTES:
-        raise UsageError(f"{path[:60]!r}... cannot be a snapshot's name: it is longer than {limits.PATH_BYTES} bytes")
-    return path
 
 
 def parse_spec(text: str) -> tuple[str, int | None]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moonclipfs.errors import CorruptError
+from moonclipfs.errors import CorruptError, UsageError
+from moonclipfs.store.paths import check_path
 from moonclipfs.types import ID_BYTES, ObjectId, Version
 
 
@@ -42,13 +43,13 @@ class State:
         self.sequence = record["sequence"]
         try:
             _APPLY[record["type"]](self, record)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
             raise CorruptError(
                 f"log record {self.sequence}: it does not fit the records before it ({error!r})"
             ) from error
 
     def _bind(self, record: Mapping[str, Any]) -> None:
-        path, number = record["path"], record["number"]
+        path, number = check_path(record["path"]), record["number"]
         if number <= self.highest.get(path, 0):
             raise ValueError(f"version {number} of {path!r} comes twice")
         metadata = dict(record["metadata"])
@@ -65,7 +66,8 @@ class State:
     def _move(self, record: Mapping[str, Any]) -> None:
         moved: list[Version] = []
         for path, number, new_path, new_number in record["versions"]:
-            moved.append(replace(self._take(path, number), path=new_path, number=new_number))
+            checked = check_path(new_path)
+            moved.append(replace(self._take(path, number), path=checked, number=new_number))
         for version in moved:
             if version.number <= self.highest.get(version.path, 0):
                 raise ValueError(f"version {version.number} of {version.path!r} comes twice")
@@ -86,7 +88,7 @@ class State:
     def _checkpoint(self, record: Mapping[str, Any]) -> None:
         versions: dict[str, tuple[Version, ...]] = {}
         for row in record["versions"]:
-            path = row["path"]
+            path = check_path(row["path"])
             version = Version(
                 path, row["number"], _object_id(row["root"]), row["sequence"], row["time_ns"], dict(row["metadata"]),
                 row["removed"],

@@ -137,6 +137,23 @@ def test_something_else_in_the_way_is_named_before_a_byte_is_written(store: Stor
     assert (outside / "f").read_bytes() == b"precious"
 
 
+@pytest.mark.parametrize("name", ["../../outside", "/{outside}", "a/../../outside", "link/inner", "run/link/inner"])
+def test_a_name_from_the_store_does_not_lead_out(name: str, store: Store, tmp_path: Path) -> None:
+    """Also by a symbolic link that an earlier snapshot left on the way."""
+    version = publish(store, "fine", {"f": b"1"})
+    outside, directory = tmp_path / "outside", tmp_path / "x" / "out"
+    outside.mkdir()
+    (directory / "run").mkdir(parents=True)
+    for link in (directory / "link", directory / "run" / "link"):
+        link.symlink_to(outside)
+    target = directory / name.format(outside=outside)
+    with pytest.raises((CorruptError, ExistsError), match=r"is outside|link is in the way"):
+        export(store, version, target, inside=directory, overwrite=True)
+    assert not list(outside.iterdir())
+    export(store, version, directory / "run" / "fine", inside=directory)
+    assert (directory / "run" / "fine" / "f").read_bytes() == b"1"
+
+
 def bind_entry(store: Store, entry: Entry, data: bytes = b"") -> Version:
     """A snapshot of one file with the attributes of `entry`."""
     with store.ingest() as ingest:

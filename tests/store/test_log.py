@@ -20,8 +20,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from moonclipfs import limits
 from moonclipfs.errors import BusyError, CorruptError, ExistsError, NotFoundError, UsageError
 from moonclipfs.store.backend import LocalBackend, LocalValue
-from moonclipfs.store.log import Log, Names, check_path, parse_spec
-from moonclipfs.store.records import record_name
+from moonclipfs.store.log import Log, Names, parse_spec
+from moonclipfs.store.paths import check_path
+from moonclipfs.store.records import encode_record, record_name
 from moonclipfs.types import Version
 from tests.faults import CountingOps, NoLinkOps, PausingOps, UnsyncedOps
 
@@ -179,15 +180,34 @@ def test_a_name_of_any_bytes(log: Log, root: Path) -> None:
     assert path in Log(LocalBackend(root)).refresh().bound()
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["", "/a", "a/", "a//b", ".", "a/..", "./a", "@latest", "@x/y", "a\0b", "x" * 256, "a/" * 128 + "a", "\ud800"],
-)
+IMPOSSIBLE = ["", "/a", "a/", "a//b", ".", "a/..", "./a", "../../a", "@latest", "@x/y", "a\0b", "x" * 256]
+IMPOSSIBLE += ["a/" * 128 + "a", "\ud800"]
+
+
+@pytest.mark.parametrize("path", IMPOSSIBLE)
 def test_paths_that_no_snapshot_can_have(path: str, log: Log) -> None:
     with pytest.raises(UsageError):
         check_path(path)
     with pytest.raises(UsageError):
         bind(log, path)
+
+
+@pytest.mark.parametrize("path", [*IMPOSSIBLE, None, 1, ["a"]])
+@pytest.mark.parametrize("type_", ["bind", "move", "checkpoint"])
+def test_records_with_paths_that_no_snapshot_can_have_are_damage(
+    type_: str, path: object, root: Path, log: Log, expect_log: Expect
+) -> None:
+    """Whoever made the store: no path of it leads out of the directory that it is exported to or mounted at."""
+    kept = bind(log, "kept")
+    row = {"path": path, "number": 1, "root": root_id(1).hex(), "time_ns": 1, "metadata": {}}
+    versions: list[object] = [{**row, "sequence": 1, "removed": 0}] if type_ == "checkpoint" else [["kept", 1, path, 1]]
+    body = row if type_ == "bind" else {"versions": versions, "highest": {}, "condemned": {}}
+    record(root, 2).write_bytes(encode_record(2, type_, body))
+    expect_log("record 2: it does not fit")
+    for names in (log.refresh(), *([] if type_ == "checkpoint" else [Log(LocalBackend(root)).refresh()])):
+        assert list(names.all_versions()) == [kept] and len(names.damaged) == 1
+    with pytest.raises(CorruptError, match="record 2"):
+        bind(log, "more")
 
 
 def test_too_long_a_path() -> None:
