@@ -13,8 +13,8 @@ from moonclipfs.formats.window import Window
 ROOT_NAME = "tensor"
 """The name of a tensor that is the whole pickle."""
 
-
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_ORDERED_DICT = Global("collections", "OrderedDict")
 
 
 class StorageUse(NamedTuple):
@@ -80,67 +80,90 @@ def read_tensors(window: Window) -> TensorPickle:
 
 def _walk(root: Value) -> Iterator[tuple[str, View]]:
     """Yield every tensor below `root` with its path; a container that is there twice is walked once."""
-    seen = {id(root)}
-    levels = [("", _children(root))]
+    seen: set[int] = set()
+    levels = [("", _children(root, seen))]
     while levels:
         path, children = levels[-1]
         for key, value in children:
             if not isinstance(value, (View, Node, list, tuple)):
                 continue
             below = _join(path, key)
-            if len(below) > limits.TENSOR_NAME_BYTES:
+            if below is None:
                 continue
             if isinstance(value, View):
                 yield below, value
             elif id(value) not in seen:
-                seen.add(id(value))
-                levels.append((below, _children(value)))
+                levels.append((below, _children(value, seen)))
                 break
         else:
             levels.pop()
 
 
-def _join(path: str, key: Value) -> str:
-    """Return `path` with `key` appended. The dicts that a module keeps its parts in add nothing to a name."""
+def _join(path: str, key: Value) -> str | None:
+    """Return `path` with `key` appended, None past the limit of a name.
+
+    The dicts that a module keeps its parts in add nothing to a name.
+    """
     if key in ("_parameters", "_buffers", "_modules"):
         return path
     part = key if isinstance(key, str) else str(key) if isinstance(key, int) and not isinstance(key, bool) else "?"
+    # Before they are joined: one long key may be there many times.
+    if len(path) + bool(path) + len(part) > limits.TENSOR_NAME_BYTES:
+        return None
     return f"{path}.{part}" if path else part
 
 
-def _children(value: Value) -> Iterator[tuple[Value, Value]]:
-    """Yield what `value` holds, with its key or number."""
-    if isinstance(value, Pairs):
-        yield from value
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value)
-    elif isinstance(value, Node):
+def _children(value: Value, seen: set[int]) -> Iterator[tuple[Value, Value]]:
+    """Yield what `value` holds, with its key or number. Containers walked go into `seen`, by id."""
+    seen.add(id(value))
+    if isinstance(value, Node):
         yield from value.pairs
         yield from enumerate(value.items)
-        yield from _children_of_state(value.state)
-        yield from _children_of_arguments(value)
+        yield from _children_of_state(value.state, seen)
+        yield from _children_of_arguments(value, seen)
+    else:
+        yield from _items(value)
 
 
-def _children_of_state(state: Value) -> Iterator[tuple[Value, Value]]:
+def _items(container: Value) -> Iterator[tuple[Value, Value]]:
+    """Yield what a container other than a Node holds, with its key or number."""
+    if isinstance(container, Pairs):
+        yield from container
+    elif isinstance(container, (list, tuple)):
+        yield from enumerate(container)
+
+
+def _unseen(container: Value, seen: set[int]) -> bool:
+    """Put a container into `seen` and tell whether it is new: many objects may share a state, or arguments."""
+    new = id(container) not in seen
+    seen.add(id(container))
+    return new
+
+
+def _children_of_state(state: Value, seen: set[int]) -> Iterator[tuple[Value, Value]]:
     """Yield the attributes of an object: its `__dict__`, or a pair of that and its slots."""
     if isinstance(state, Pairs):
-        yield from state
+        parts: tuple[Value, ...] = (state,)
     elif isinstance(state, tuple) and len(state) == 2:
-        for part in state:
-            if isinstance(part, Pairs):
-                yield from part
+        parts = state
     else:
         yield "state", state
+        return
+    for part in parts:
+        if isinstance(part, Pairs) and _unseen(part, seen):
+            yield from part
 
 
-def _children_of_arguments(node: Node) -> Iterator[tuple[Value, Value]]:
+def _children_of_arguments(node: Node, seen: set[int]) -> Iterator[tuple[Value, Value]]:
     """Yield the arguments of a call; those of an ordered dict are a list of its pairs."""
     arguments = node.arguments
-    if node.function == Global("collections", "OrderedDict") and isinstance(arguments, tuple) and arguments:
-        pairs = arguments[0] if isinstance(arguments[0], list) else ()
-        yield from ((pair[0], pair[1]) for pair in pairs if isinstance(pair, (list, tuple)) and len(pair) == 2)
-    elif isinstance(arguments, tuple):
-        yield from enumerate(arguments)
+    if not isinstance(arguments, tuple) or not arguments:
+        return
+    if node.function != _ORDERED_DICT:
+        if _unseen(arguments, seen):
+            yield from enumerate(arguments)
+    elif isinstance(arguments[0], list) and _unseen(arguments[0], seen):
+        yield from ((pair[0], pair[1]) for pair in arguments[0] if isinstance(pair, (list, tuple)) and len(pair) == 2)
 
 
 def _persistent(identifier: Value) -> Value:
@@ -160,9 +183,12 @@ def _persistent(identifier: Value) -> Value:
 
 
 def _reduce(function: Value, arguments: Value) -> Value:
-    """Return the tensor that a call of torch's rebuild functions makes; any other call is a Node."""
+    """Return the tensor that a call of torch's rebuild functions makes; any other call is a Node.
+
+    Takes the same few steps whatever the arguments hold, since a pickle can make calls of shared arguments many times.
+    """
     call = function, arguments
-    while function == _REBUILD_FROM_TYPE and isinstance(arguments, tuple) and len(arguments) > 2:
+    if function == _REBUILD_FROM_TYPE and isinstance(arguments, tuple) and len(arguments) > 2:
         function, arguments = arguments[0], arguments[2]
     if not isinstance(function, Global) or not isinstance(arguments, tuple) or function.module != "torch._utils":
         return Node(*call)
@@ -183,7 +209,7 @@ def _view(arguments: tuple[Value, ...], dtype_name: str) -> View | None:
     storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, StorageUse) or not _is_size(offset) or not _are_sizes(shape) or not _are_sizes(strides):
         return None
-    if len(shape) != len(strides) or len(shape) > limits.DIMENSIONS:
+    if len(shape) != len(strides):
         return None
     return View(storage, storage.start + offset, shape, strides, dtype_name)
 
@@ -193,4 +219,4 @@ def _is_size(value: Value) -> TypeGuard[int]:
 
 
 def _are_sizes(value: Value) -> TypeGuard[tuple[int, ...]]:
-    return isinstance(value, tuple) and all(map(_is_size, value))
+    return isinstance(value, tuple) and len(value) <= limits.DIMENSIONS and all(map(_is_size, value))

@@ -6,6 +6,9 @@ import collections
 import math
 import pickle
 import struct
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from moonclipfs import limits
 from moonclipfs.errors import ParseError
-from moonclipfs.formats.pickle_names import read_tensors
+from moonclipfs.formats.pickle_names import _join, read_tensors
 from moonclipfs.formats.pickle_reader import UNKNOWN, Global, Node, Pairs, PickleReader, Value
 from moonclipfs.formats.window import Window
 from moonclipfs.types import BytesSource
@@ -166,6 +169,79 @@ def test_a_pickle_that_doubles_itself_is_walked_once() -> None:
     for number in range(200):
         program.op(b"]q" + bytes([number + 1])).op(b"(h%ch%ce" % (number, number))
     assert tensors(program.done()) == [".".join(["0"] * 201)]
+
+
+V2 = b"ctorch._utils\n_rebuild_tensor_v2\n"
+FROM_TYPE = b"ctorch._tensor\n_rebuild_from_type_v2\n"
+STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0aNK\x01tQ"
+
+
+@pytest.mark.parametrize(
+    ("first", "grow", "last", "use"),
+    [
+        (FROM_TYPE + b"q\x00)q\x01", b"h\x00h\x00h\x01\x87q\x01", b"", b"h\x00h\x01R"),
+        (V2 + b"q\x00(" + STORAGE + b"K\x00(", b"K\x01", b"t2tq\x01", b"h\x00h\x01R"),
+        (b"ca\nb\nq\x00(", b"]", b"tq\x01", b"h\x00h\x01R"),
+        (b"ca\nb\nq\x00}(", b"N]", b"uq\x01", b"h\x00)\x81h\x01b"),
+        (b"ca\nb\nq\x00N}(", b"N]", b"u\x86q\x01", b"h\x00)\x81h\x01b"),
+        (b"ccollections\nOrderedDict\nq\x00](", b"N]\x86", b"e\x85q\x01", b"h\x00h\x01R"),
+        (b"ccollections\nOrderedDict\nq\x00](", b"N]\x86", b"eq\x01", b"h\x00h\x01\x85R"),
+        (b"](", b"]", b"eq\x01", b"h\x01"),
+    ],
+    ids=[
+        "calls in calls", "long shapes", "arguments", "states", "slots", "ordered dicts", "pairs of ordered dicts",
+        "lists",
+    ],
+)  # fmt: skip
+def test_the_work_grows_as_the_pickle_does(first: bytes, grow: bytes, last: bytes, use: bytes) -> None:
+    """What is long and shared is not walked again at each use."""
+    one, two = (work(b"\x80\x02(" + first + grow * n + last + use * n + b"l.") for n in (200, 400))
+    assert one < two < 2.2 * one
+
+
+def work(data: bytes) -> int:
+    """Lines and calls of Python that reading the tensors of a pickle takes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        tensors(data)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class CountedText(str):
+    """A key that tells when it is made part of another string."""
+
+    joined = 0
+
+    def __format__(self, spec: str) -> str:
+        CountedText.joined += 1
+        return super().__format__(spec)
+
+
+def test_a_long_key_is_not_joined_to_a_path_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountedText, "joined", 0)
+    assert _join("path", CountedText("key")) == "path.key"
+    assert CountedText.joined == 1
+    assert _join("path", CountedText("k" * limits.TENSOR_NAME_BYTES)) is None
+    assert CountedText.joined == 1
+
+
+@pytest.mark.parametrize(("path", "spare"), [("", 0), ("p", 2), ("a.b", 4)])
+def test_names_are_as_long_as_the_limit(path: str, spare: int) -> None:
+    longest = "k" * (limits.TENSOR_NAME_BYTES - spare)
+    joined = _join(path, longest)
+    assert joined is not None and len(joined) == limits.TENSOR_NAME_BYTES
+    assert _join(path, longest + "k") is None
+    assert _join(path, "_modules") == path
 
 
 @pytest.mark.parametrize(
