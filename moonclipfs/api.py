@@ -1,16 +1,19 @@
 """Reading a store from Python, without a mount: files as binary file objects, tensors as arrays.
 
-Everything here may be used from several threads. Errors are those of `moonclipfs.errors`.
+Everything here may be used from several threads. Errors are those of `moonclipfs.errors`; file objects raise OSError
+with the errno of these instead. What is open stays readable when it is forgotten, until it is closed or collected.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -19,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, NotFoundError, UsageError
+from moonclipfs.errors import CorruptError, LimitError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.formats.layout import Tensor
+from moonclipfs.layers.claims import Claim, Claims
 from moonclipfs.layers.links import follow as walk_links
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.store import Store
-from moonclipfs.store.target import close_names, locate
-from moonclipfs.types import DType, Entry, EntryType, Version, natural_key
+from moonclipfs.store.target import close_names, locate, parse_target
+from moonclipfs.types import NO_ID, DType, Entry, EntryType, Version, natural_key
 
 if TYPE_CHECKING:
     from torch import Tensor as TorchTensor
@@ -54,24 +58,30 @@ class TensorInfo:
 
 
 @overload
-def open(store: str | os.PathLike[str] | Store, snapshot: None = None) -> StoreReader: ...
+def open(store: Store, snapshot: None = None) -> StoreReader: ...
+@overload
+def open(store: str | os.PathLike[str], snapshot: None = None) -> Any: ...  # the text says which of the two
 @overload
 def open(store: str | os.PathLike[str] | Store, snapshot: str) -> Snapshot: ...
 def open(store: str | os.PathLike[str] | Store, snapshot: str | None = None) -> StoreReader | Snapshot:
     """Open a store for reading, or one snapshot in it: NAME for the current version, NAME@VERSION for another.
 
-    Both results are context managers; closing them closes the store, unless an open `Store` was given. Raises
-    NotFoundError, FormatVersionError, PermissionDeniedError or CorruptError.
+    The store is its directory or an open `Store`; STORE:NAME[@VERSION] and a path inside a mount, which mean a snapshot
+    by themselves; or STORE:PREFIX and a directory of names in a mount, below which `snapshot` is looked up. Both
+    results are context managers; closing them closes the store, unless an open `Store` was given. Raises
+    NotFoundError, FormatVersionError, PermissionDeniedError, CorruptError, or UsageError for a path inside a snapshot.
     """
-    reader = StoreReader(store)
-    if snapshot is None:
+    target = None if isinstance(store, Store) else parse_target(os.fspath(store))
+    spec = "/".join(part for part in (target.spec if target else "", snapshot) if part)
+    reader = StoreReader(target.store if target else store)
+    if not spec:
         return reader
     try:
-        found = reader.snapshot(snapshot)
+        found = reader.snapshot(spec)
     except BaseException:
         reader.close()
         raise
-    found._owned = reader
+    found._owner = reader
     return found
 
 
@@ -81,6 +91,8 @@ class StoreReader:
     def __init__(self, store: str | os.PathLike[str] | Store) -> None:
         self._owned = not isinstance(store, Store)
         self.store = store if isinstance(store, Store) else Store.open(store, purpose="python")
+        self._claims = Claims(self.store, owned=self._owned)
+        self._claim: Claim | None = self._claims.claim(NO_ID, 0)
 
     def snapshots(self, prefix: str = "") -> list[str]:
         """The bound names that start with `prefix`, numbers sorted by value."""
@@ -91,16 +103,21 @@ class StoreReader:
         return [version.number for version in self.store.names().versions(name)]
 
     def snapshot(self, name: str) -> Snapshot:
-        """The snapshot NAME or NAME@VERSION. Raises NotFoundError."""
-        place = locate(self.store.names(), name)
-        if place.version is None or place.path:
-            raise NotFoundError(f"no snapshot {name}")
-        return Snapshot(self.store, place.version)
+        """The snapshot NAME or NAME@VERSION. Raises NotFoundError, UsageError for a path inside one."""
+        with self._claims.held() as sequence:
+            place = locate(self.store.names(), name)
+            if place.version is None:
+                raise NotFoundError(f"no snapshot {name}; there are snapshots below it")
+            if place.path:
+                found = f"{place.version.path}@{place.version.number}"
+                raise UsageError(f"{name} is a path inside a snapshot: open {found}, and the path in it")
+            return Snapshot(self.store, place.version, self._claims.claim(place.version.root, sequence))
 
     def close(self) -> None:
         """Close the store, if it was opened here."""
+        self._claim = None
         if self._owned:
-            self.store.close()
+            self._claims.close()
 
     def __enter__(self) -> Self:
         return self
@@ -112,10 +129,12 @@ class StoreReader:
 class Snapshot:
     """The files and tensors of one version of a snapshot; they never change."""
 
-    def __init__(self, store: Store, version: Version) -> None:
+    def __init__(self, store: Store, version: Version, claim: Claim) -> None:
+        """Use `open` or `StoreReader.snapshot`."""
         self.store = store
         self.version = version
-        self._owned: StoreReader | None = None
+        self._claim: Claim | None = claim
+        self._owner: StoreReader | None = None
         self._lock = threading.Lock()
         self._tensors: dict[str, list[tuple[str, Tensor]]] | None = None
 
@@ -148,22 +167,28 @@ class Snapshot:
         return entries[name]
 
     def reader(self, path: str) -> FileReader:
-        """Random access to the file at `path`. Raises NotFoundError, UsageError when it is no regular file."""
+        """Random access to the file at `path`, for as long as this snapshot is open.
+
+        Raises NotFoundError, UsageError when it is no regular file or the snapshot is closed.
+        """
+        if self._claim is None:
+            raise UsageError(f"{self.name} is closed: open it again")
         entry = self.entry(path)
         if entry.type is not EntryType.FILE:
             raise UsageError(f"{path} in {self.name} is a {entry.type.name.lower()}, not a file")
         return self.store.open_file(entry)
 
     def open(self, path: str) -> io.BufferedReader:
-        """The file at `path` as a binary file object: seekable, buffered. Raises NotFoundError, UsageError."""
-        return io.BufferedReader(RawFile(self.reader(path)), limits.BLOCK_BYTES)
+        """The file at `path` as a binary file object: seekable, buffered, good after the snapshot is gone too.
+
+        Raises NotFoundError, UsageError.
+        """
+        return io.BufferedReader(RawFile(self.reader(path), path, self._claim), limits.BLOCK_BYTES)
 
     def read(self, path: str) -> bytes:
         """All bytes of the file at `path`. Raises NotFoundError, UsageError, CorruptError."""
         reader = self.reader(path)
-        out = bytearray(reader.size)
-        read_whole(reader, 0, memoryview(out))
-        return bytes(out)
+        return read_bytes(reader, 0, reader.size)
 
     def tensors(self, file: str | None = None) -> list[TensorInfo]:
         """The tensors of all files, or of one, in the order of the files."""
@@ -194,9 +219,10 @@ class Snapshot:
         return torch.from_numpy(values.view(f"i{values.itemsize}")).view(getattr(torch, wanted))
 
     def close(self) -> None:
-        """Close the store, if `moonclipfs.open` opened it for this snapshot."""
-        if self._owned is not None:
-            self._owned.close()
+        """Let go of what is forgotten; close the store, if `moonclipfs.open` opened it for this snapshot."""
+        self._claim = None
+        if self._owner is not None:
+            self._owner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -239,21 +265,54 @@ def _link_text(entry: Entry) -> bytes | None:
 
 
 def read_tensor(reader: FileReader, tensor: Tensor) -> NDArray[Any]:
-    """Read one tensor of a file into a new C-contiguous array; see `Snapshot.tensor` for the types."""
+    """Read one tensor of a file into a new C-contiguous array; see `Snapshot.tensor` for the types.
+
+    Raises CorruptError when shape, strides and length contradict each other or the file, LimitError for a tensor whose
+    elements overlap and take too much memory side by side.
+    """
+    if not 0 <= tensor.offset <= tensor.offset + tensor.length <= reader.size:
+        raise CorruptError(f"tensor {tensor.name}: its bytes lie outside a file of {reader.size}")
+    strides = _checked_strides(tensor) if tensor.dtype in _NUMPY else ()
     raw = np.empty(tensor.length, np.uint8)
     read_whole(reader, tensor.offset, raw.data)
     if tensor.dtype not in _NUMPY:
         return raw
     values = raw.view(_NUMPY[tensor.dtype])
-    if tensor.strides is None:
+    if tensor.strides is None or 0 in tensor.shape:
         return values.reshape(tensor.shape)
+    in_bytes = tuple(stride * values.itemsize for stride in strides)
+    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(values, tensor.shape, in_bytes, writeable=False))
+
+
+def _checked_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides by which NumPy finds every element inside the tensor's bytes; see `read_tensor` for what is raised.
+
+    A dimension of one element may have any stride, and gets 0. All sums are of Python's unbounded integers.
+    """
+    size = np.dtype(_NUMPY[tensor.dtype]).itemsize
+    if min(tensor.shape, default=1) < 0 or tensor.length % size:
+        raise CorruptError(f"tensor {tensor.name}: {tensor.length} bytes cannot have the shape {tensor.shape}")
+    if math.prod(max(1, count) for count in tensor.shape) * size > max(tensor.length, limits.TENSOR_SPREAD_BYTES):
+        raise LimitError(
+            f"tensor {tensor.name}: the shape {tensor.shape} takes too much memory for {tensor.length} bytes"
+        )
+    if tensor.strides is None or 0 in tensor.shape:
+        if math.prod(tensor.shape) * size != tensor.length:
+            raise CorruptError(f"tensor {tensor.name}: {tensor.length} bytes cannot have the shape {tensor.shape}")
+        return ()
     last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.strides, strict=True))
-    if 0 in tensor.shape:
-        return np.empty(tensor.shape, values.dtype)
-    if min(tensor.strides, default=0) < 0 or last >= len(values):
+    strides = [stride if count > 1 else 0 for count, stride in zip(tensor.shape, tensor.strides, strict=True)]
+    if min(strides, default=0) < 0 or last >= tensor.length // size:
         raise CorruptError(f"tensor {tensor.name}: its strides lead outside its {tensor.length} bytes")
-    strides = tuple(stride * values.itemsize for stride in tensor.strides)
-    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(values, tensor.shape, strides, writeable=False))
+    return tuple(strides)
+
+
+def read_bytes(reader: FileReader, offset: int, length: int) -> bytes:
+    """Exactly `length` bytes from `offset` of a file. Raises CorruptError."""
+    whole = io.BytesIO(bytes(length))  # unlike a bytearray it gives its bytes away without a copy
+    with whole.getbuffer() as out:
+        read_whole(reader, offset, out)
+    return whole.getvalue()
 
 
 def read_whole(reader: FileReader, offset: int, out: memoryview) -> None:
@@ -270,11 +329,23 @@ def read_whole(reader: FileReader, offset: int, out: memoryview) -> None:
                 pass
 
 
-class RawFile(io.RawIOBase):
-    """An unbuffered binary file object over a `FileReader`, with a position of its own."""
+@contextmanager
+def as_os_errors(path: str) -> Iterator[None]:
+    """Raise what users of files expect: FileNotFoundError, PermissionError, OSError with the errno of the kind."""
+    try:
+        yield
+    except MoonclipError as error:
+        raise OSError(error.errno, str(error), path) from error
 
-    def __init__(self, reader: FileReader) -> None:
+
+class RawFile(io.RawIOBase):
+    """An unbuffered binary file object over a `FileReader`, with a position of its own. Raises OSError only."""
+
+    def __init__(self, reader: FileReader, path: str, claim: Claim | None = None) -> None:
+        """`claim` is kept until the file is closed; `path` is for messages."""
         self._reader = reader
+        self._path = path
+        self._claim = claim
         self._position = 0
 
     def readable(self) -> bool:
@@ -286,13 +357,28 @@ class RawFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` from the position on; fewer bytes at the end of the file. Raises CorruptError."""
-        count = self._reader.read_into(self._position, memoryview(buffer).cast("B"))
-        self._position += count
-        return count
+        """Fill `buffer` from the position on; fewer bytes at the end of the file."""
+        self._check_open()
+        out = memoryview(buffer).cast("B")[: max(0, self._reader.size - self._position)]
+        with as_os_errors(self._path):
+            if len(out) < limits.PREFETCH_STEP_BYTES:  # the next read may begin in the same block: through the cache
+                self._reader.read_into(self._position, out)
+            else:
+                read_whole(self._reader, self._position, out)
+        self._position += len(out)
+        return len(out)
+
+    def readall(self) -> bytes:
+        """All bytes from the position on."""
+        self._check_open()
+        with as_os_errors(self._path):
+            data = read_bytes(self._reader, self._position, max(0, self._reader.size - self._position))
+        self._position += len(data)
+        return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Set the position; past the end is allowed, and reads nothing. Raises OSError before the beginning."""
+        self._check_open()
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._reader.size}.get(whence)
         if start is None or start + offset < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -302,3 +388,12 @@ class RawFile(io.RawIOBase):
     def tell(self) -> int:
         """The position in bytes."""
         return self._position
+
+    def close(self) -> None:
+        """Close the file; what it claimed may be reclaimed."""
+        self._claim = None
+        super().close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")

@@ -84,6 +84,8 @@ PICKLE_STRING_BYTES = 64 * KIB
 """Longer strings of a pickle are skipped: no name is that long."""
 INDEX_BYTES = 64 * MIB
 """A JSON index of shards, or the metadata of a distributed checkpoint, that `verify --contents` reads."""
+TENSOR_SPREAD_BYTES = 1 * GIB
+"""Memory for one tensor whose elements overlap in the file, where that is more than its bytes there."""
 
 # Work in flight
 INGEST_BYTES = 512 * MIB

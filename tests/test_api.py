@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import moonclipfs
 from moonclipfs import errors
-from moonclipfs.api import RawFile
+from moonclipfs.api import RawFile, read_tensor
+from moonclipfs.formats.layout import Tensor
+from moonclipfs.store import target as targets
 from moonclipfs.store.add import add
+from moonclipfs.store.filereader import FileReader
+from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
+from moonclipfs.types import DType
 from tests.cli.conftest import checkpoint, safetensors, weights
 from tests.nobody import Nobody
 
@@ -56,9 +67,44 @@ def test_snapshots_and_versions(where: Path) -> None:
         assert reader.snapshot("run1/step-2@1").version.number == 1
         with pytest.raises(errors.NotFoundError, match="did you mean"):
             reader.snapshot("run1/step-3")
-        for name in ("run1", "run1/step-2/notes"):
-            with pytest.raises(errors.NotFoundError, match="no snapshot"):
-                reader.snapshot(name)
+        with pytest.raises(errors.NotFoundError, match="no snapshot run1; there are snapshots below it"):
+            reader.snapshot("run1")
+        with pytest.raises(errors.UsageError, match="a path inside a snapshot: open run1/step-2@2"):
+            reader.snapshot("run1/step-2/notes")
+
+
+def test_a_snapshot_is_named_in_every_way(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(where.parent)
+    for store, name in [
+        (f"{where}:run1/step-2@1", None),
+        ("store:run1/step-2@1", None),
+        ("store:/run1/", "step-2@1"),
+        ("store", "run1/step-2@1"),
+        (where, "run1/step-2@1"),
+    ]:
+        with moonclipfs.open(store, name) as snapshot:
+            assert (snapshot.name, snapshot.version.number) == ("run1/step-2", 1)
+    with moonclipfs.open("store") as reader:
+        assert reader.snapshots()
+    for text, kind in [
+        ("store:run1", errors.NotFoundError),
+        ("store:run1/step-2/notes", errors.UsageError),
+        ("absent", errors.NotFoundError),
+        (str(where.parent), errors.FormatVersionError),
+    ]:
+        with pytest.raises(kind):
+            moonclipfs.open(text)
+    assert not list((where / "leases").iterdir())
+
+
+def test_a_path_inside_a_mount_names_a_snapshot(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mount's answers are played here; tests/cli/test_process.py asks a real one."""
+    place = where.parent / "mnt" / "step-2"
+    place.mkdir(parents=True)
+    answers = {targets.XATTR_STORE: str(where), targets.XATTR_SNAPSHOT: "run1/step-2", targets.XATTR_VERSION: "1"}
+    monkeypatch.setattr(targets, "_xattr", lambda path, name: answers[name] if path == str(place) else None)
+    with moonclipfs.open(place) as snapshot:
+        assert (snapshot.name, snapshot.version.number) == ("run1/step-2", 1)
 
 
 def test_what_is_opened_is_closed_and_what_is_given_is_not(where: Path) -> None:
@@ -186,6 +232,164 @@ def test_a_large_tensor_is_decoded_once(where: Path) -> None:
         assert snapshot.read("large.safetensors") == safetensors({"w": large})
 
 
+def forget(where: Path, name: str, number: int, wait_seconds: float = 5) -> bool:
+    """Forget a version and reclaim; True when everything that became dead is gone."""
+    with Store.open(where, write=True) as store:
+        store.log.forget([(name, number)])
+        report = collect(store, wait_seconds=wait_seconds)
+        assert report.dead_bytes
+        return not report.waiting_packs
+
+
+def reclaimed(where: Path, wait_seconds: float = 5) -> bool:
+    with Store.open(where, write=True) as store:
+        return not collect(store, wait_seconds=wait_seconds).waiting_packs
+
+
+def test_what_is_open_outlives_forgetting(where: Path) -> None:
+    plain = (where.parent / "2" / "model.safetensors").read_bytes()
+    with moonclipfs.open(where) as reader:
+        snapshot = reader.snapshot("run1/step-10")
+        file = snapshot.open("model.safetensors")
+        assert file.read(10) == plain[:10]
+        assert not forget(where, "run1/step-10", 1, wait_seconds=1.5)
+        assert "run1/step-10" not in reader.snapshots()
+        assert snapshot.read("model.safetensors") == plain
+        snapshot.close()
+        with pytest.raises(errors.UsageError, match="closed"):
+            snapshot.read("model.safetensors")
+        assert not reclaimed(where, wait_seconds=1.5)
+        file.seek(0)
+        assert file.read() == plain
+        file.close()
+        assert reclaimed(where)
+
+
+def test_what_is_collected_is_closed(where: Path) -> None:
+    file = moonclipfs.open(where, "run1/step-10").open("model.safetensors")
+    assert not forget(where, "run1/step-10", 1, wait_seconds=1.5)
+    assert file.read() == (where.parent / "2" / "model.safetensors").read_bytes()
+    del file
+    assert reclaimed(where)
+    wait_for(lambda: not list((where / "leases").iterdir()))
+
+
+def test_an_idle_reader_is_in_nobodys_way(where: Path) -> None:
+    with moonclipfs.open(where) as reader, reader.snapshot("run1/step-2").open("model.safetensors") as file:
+        assert forget(where, "run1/step-10", 1)
+        assert file.read() == (where.parent / "1" / "model.safetensors").read_bytes()
+
+
+def test_a_given_store_says_by_itself_what_it_saw(where: Path) -> None:
+    with Store.open(where) as store, moonclipfs.open(store) as reader:
+        version = store.resolve("run1/step-10")
+        snapshot = reader.snapshot("run1/step-2")
+        assert not forget(where, "run1/step-10", 1, wait_seconds=1.5)
+        assert list(store.walk(version))
+        store.names()
+        assert reclaimed(where)
+        assert snapshot.files()
+
+
+def test_an_idle_reader_keeps_no_interpreter_alive_and_survives_a_fork(where: Path) -> None:
+    program = f"""
+import os, moonclipfs
+snapshot = moonclipfs.open({str(where)!r}, "run1/step-10")
+for _ in range(20):
+    if not os.fork():
+        snapshot.open("config.json").read()
+        snapshot.close()
+        os._exit(0)
+    assert os.wait()[1] == 0
+print(snapshot.read("config.json").decode())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ('{"step": 10}\n', "")
+
+
+def test_a_file_object_raises_os_errors(snapshot: moonclipfs.Snapshot, where: Path) -> None:
+    file = snapshot.open("model.safetensors")
+    for pack in (where / "packs").iterdir():
+        pack.unlink()
+    for read in (file.read, lambda: file.read(100), lambda: file.readinto(bytearray(1 << 20))):
+        with pytest.raises(OSError, match="object") as caught:
+            read()
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, "model.safetensors")
+
+
+def test_long_reads_are_few(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.random.default_rng(5).bytes(9 << 20)
+    put(where, "long", {"long.bin": data})
+    calls: list[int] = []
+    for name in ("read_into", "stream_into"):
+        real = getattr(FileReader, name)
+        monkeypatch.setattr(FileReader, name, lambda self, at, out, real=real: calls.append(at) or real(self, at, out))
+    buffer = bytearray(len(data) + 5)
+    with moonclipfs.open(where, "long") as snapshot, snapshot.open("long.bin") as file:
+        assert file.read() == data
+        assert file.read() == b""
+        file.seek(3)
+        assert file.readinto(buffer) == len(data) - 3
+        assert buffer[: len(data) - 3] == data[3:]
+        file.seek(len(data) + 7)
+        assert file.read() == b""
+        assert file.tell() == len(data) + 7
+    assert len(calls) < 12
+
+
+class TestHostileTensors:
+    """A layout comes from a file, so nothing in it may be believed."""
+
+    @given(
+        st.lists(st.integers(-1, 1 << 63) | st.integers(0, 4), max_size=4),
+        st.lists(st.integers(-(1 << 63), 1 << 63) | st.integers(-2, 4), min_size=4, max_size=4),
+        st.booleans(),
+        st.integers(-4, 80),
+        st.integers(0, 80),
+        st.sampled_from(DType),
+    )
+    @example([1, 4], [1 << 62, 2, 0, 0], True, 0, 28, DType.F32)
+    @example([1 << 50], [0, 0, 0, 0], True, 0, 4, DType.F32)
+    @example([0, 1 << 62], [1, 1, 0, 0], False, 0, 0, DType.F32)
+    @example([5], [1, 1, 0, 0], False, 50, 20, DType.F32)
+    def test_a_layout_is_read_or_refused(
+        self, shape: list[int], strides: list[int], strided: bool, offset: int, length: int, dtype: DType
+    ) -> None:
+        how = tuple(strides[: len(shape)]) if strided else None
+        tensor = Tensor("w", dtype, tuple(shape), offset, length, how)
+        data = bytes(range(64))
+        try:
+            found = read_tensor(InMemory(data), tensor)  # type: ignore[arg-type]
+        except (errors.CorruptError, errors.LimitError):
+            return
+        assert set(found.tobytes()) <= set(data[offset : offset + length])
+
+    def test_overlapping_elements(self) -> None:
+        tensor = Tensor("w", DType.U8, (1, 3, 2), 1, 4, (1 << 62, 1, 1))
+        assert read_tensor(InMemory(bytes(range(64))), tensor).tolist() == [[[1, 2], [2, 3], [3, 4]]]  # type: ignore[arg-type]
+
+
+class InMemory:
+    """What `read_tensor` needs of a reader."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.size = len(data)
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        out[:] = self.data[offset : offset + len(out)]
+        return len(out)
+
+    stream_into = read_into
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_reading_from_many_threads(snapshot: moonclipfs.Snapshot) -> None:
     wanted = weights(2)
     with ThreadPoolExecutor(8) as pool:
@@ -220,7 +424,7 @@ def test_a_read_only_store_can_be_read(where: Path, nobody: Nobody) -> None:
 
 
 def test_raw_file_reads_short_only_at_the_end(snapshot: moonclipfs.Snapshot) -> None:
-    raw = RawFile(snapshot.reader("model.safetensors"))
+    raw = RawFile(snapshot.reader("model.safetensors"), "model.safetensors")
     size = raw.seek(0, os.SEEK_END)
     raw.seek(size - 3)
     buffer = bytearray(10)

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC
 from pathlib import Path
@@ -19,7 +20,9 @@ from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests  # noqa: E402
 
 from moonclipfs.compat.fsspec import MoonclipFileSystem  # noqa: E402
+from moonclipfs.layers.tree import Tree  # noqa: E402
 from moonclipfs.store.add import add  # noqa: E402
+from moonclipfs.store.gc import collect  # noqa: E402
 from moonclipfs.store.store import Store  # noqa: E402
 from tests.cli.conftest import checkpoint  # noqa: E402
 
@@ -52,8 +55,7 @@ def fs() -> Iterator[Any]:
     MoonclipFileSystem.clear_instance_cache()
     found = fsspec.filesystem("moonclip")
     yield found
-    for store, _ in found._stores.values():
-        store.close()
+    found.close()
 
 
 def test_a_url_opens_a_file(where: Path, fs: Any) -> None:
@@ -200,6 +202,56 @@ def test_nothing_can_be_written(where: Path, fs: Any, write: Any) -> None:
     assert caught.value.errno == errno.EROFS
 
 
+def test_an_open_file_outlives_its_snapshot_until_it_is_closed(where: Path, fs: Any) -> None:
+    plain = (where.parent / "3" / "model.safetensors").read_bytes()
+    file = fs.open(f"{where}/run1/step-10/model.safetensors", block_size=512)
+    assert file.read(10) == plain[:10]
+    with Store.open(where, write=True) as store:
+        store.log.forget([("run1/step-10", 1)])
+        assert not fs.exists(f"{where}/run1/step-10")
+        fs.ls(f"{where}/run1")
+        assert collect(store, wait_seconds=1.5).waiting_packs
+        file.seek(0)
+        assert file.read() == plain
+        file.close()
+        assert not collect(store, wait_seconds=5).waiting_packs
+
+
+def test_an_open_file_raises_os_errors(where: Path, fs: Any) -> None:
+    with fs.open(f"{where}/run1/step-10/model.safetensors", block_size=512) as file:
+        for pack in (where / "packs").iterdir():
+            pack.unlink()
+        for read in (file.read, lambda: file.read(100), lambda: file.readinto(bytearray(1000))):
+            with pytest.raises(OSError, match="object") as caught:
+                read()
+            assert caught.value.errno == errno.EIO
+            assert caught.value.filename == f"{where}/run1/step-10/model.safetensors"
+
+
+def test_a_call_looks_at_the_log_once(where: Path, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "many").mkdir()
+    for number in range(30):
+        (tmp_path / "many" / f"{number}").touch()
+        (tmp_path / "many" / f"link{number}").symlink_to(f"{number}")
+    with Store.open(where, write=True) as store:
+        add(store, [tmp_path / "many"], name="many")
+    fs.exists(f"{where}/many")
+    looks: list[object] = []
+    names = Store.names
+    monkeypatch.setattr(Store, "names", lambda self: looks.append(threading.current_thread()) or names(self))
+    for call in (fs.ls, fs.info, lambda path: fs.cat_file(path + "/link1"), lambda path: fs.open(path + "/1")):
+        looks.clear()
+        call(f"{where}/many")
+        assert looks.count(threading.current_thread()) == 1
+    assert len(fs.ls(f"{where}/many")) == 60
+
+
+def test_a_name_that_vanishes_is_left_out_of_a_listing(where: Path, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names_in = Tree.names_in
+    monkeypatch.setattr(Tree, "names_in", lambda self, node: [*names_in(self, node), b"gone"])
+    assert fs.ls(f"{where}/run1", detail=False) == [f"{where}/run1/step-10", f"{where}/run1/step-2"]
+
+
 def test_a_file_system_travels_to_another_process(where: Path, fs: Any) -> None:
     again = pickle.loads(pickle.dumps(fs))
     assert again.cat_file(f"{where}/run1/step-2/config.json") == b'{"step": 2}'
@@ -246,8 +298,7 @@ class TestGet(AbstractFixtures, AbstractGetTests):  # type: ignore[misc]
             return f"{fs_path}/source"
 
         yield build
-        for store, _ in fs._stores.values():
-            store.close()
+        fs.close()
 
     @pytest.fixture
     def fs_bulk_operations_scenario_0(self, stored: Callable[..., str]) -> str:
