@@ -15,7 +15,6 @@ from moonclipfs.fuse.control import server_pid
 from moonclipfs.fuse.mounts import Mount, find_mounts
 from moonclipfs.store.health import Finding, State
 
-FUSE_CONFIG = "/etc/fuse.conf"
 _FEATURES = (((6, 6), "shared mmap of direct handles"), ((6, 9), "passthrough"), ((6, 14), "requests by io_uring"))
 """The first kernel that has each; a mount asks the kernel itself and never relies on the number."""
 
@@ -23,7 +22,7 @@ _FEATURES = (((6, 6), "shared mmap of direct handles"), ((6, 9), "passthrough"),
 def check_machine() -> list[Finding]:
     """Look at what a mount needs, and at the mounts that there are. Touches no mounted file system, which may hang."""
     return [
-        check_device(), check_helper(), check_binding(), check_allow_other(FUSE_CONFIG),
+        check_device(), check_helper(), check_binding(), check_allow_other(prepare.FUSE_CONFIG),
         check_kernel(os.uname().release), check_read_ahead(), *map(check_mount, find_mounts()),
     ]  # fmt: skip
 
@@ -60,11 +59,7 @@ def check_allow_other(path: str) -> Finding:
     """May this user mount for others?"""
     if os.geteuid() == 0:
         return Finding("allow-other", State.OK, "root may mount for other users")
-    try:
-        allowed = re.search(r"^\s*user_allow_other\b", Path(path).read_text(errors="replace"), re.MULTILINE)
-    except OSError:
-        allowed = None
-    if allowed:
+    if prepare.user_allow_other(path):
         return Finding("allow-other", State.OK, f"user_allow_other is set in {path}")
     return Finding(
         "allow-other", State.NOTE, "mounts are for this user only", f"for others: user_allow_other in {path}"

@@ -26,6 +26,7 @@ from moonclipfs.store.backend import os_errors
 
 log = logging.getLogger(__name__)
 
+FUSE_CONFIG = "/etc/fuse.conf"
 FUSE_DEVICE = os.makedev(10, 229)
 NO_FUSE_HINT = (
     "in a container, start it with `--device /dev/fuse --cap-add SYS_ADMIN`; "
@@ -110,9 +111,9 @@ def check_allow_other(store: str) -> None:
             f"--allow-other: others can get at {store} itself (mode {stat.S_IMODE(mode):04o}), past the modes of the "
             f"files in it: `chmod o-rwx {store}` first"
         )
-    if os.geteuid() != 0 and not _user_allow_other():
+    if os.geteuid() != 0 and not user_allow_other():
         raise PermissionDeniedError(
-            "--allow-other: an administrator must put the line `user_allow_other` into /etc/fuse.conf first"
+            f"--allow-other: an administrator must put the line `user_allow_other` into {FUSE_CONFIG} first"
         )
 
 
@@ -170,9 +171,10 @@ def _check_apart(store: str, place: str) -> None:
             raise UsageError(f"{store} cannot be mounted on {place}: {text}")
 
 
-def _user_allow_other() -> bool:
+def user_allow_other(path: str = FUSE_CONFIG) -> bool:
+    """Whether users may mount for others, read as fusermount3 does: the word alone on a line, but for a comment."""
     try:
-        lines = Path("/etc/fuse.conf").read_text(errors="replace").splitlines()
+        lines = Path(path).read_text(errors="replace").splitlines()
     except OSError:
         return False
-    return any(line.strip() == "user_allow_other" for line in lines)
+    return any(line.partition("#")[0].strip() == "user_allow_other" for line in lines)

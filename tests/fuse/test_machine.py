@@ -41,14 +41,26 @@ def test_no_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert machine.check_helper().state is State.OK
 
 
-def test_allow_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("", False),
+        ("#user_allow_other\n", False),
+        ("user_allow_other_not\n", False),
+        ("user_allow_other = 1\n", False),
+        ("mount_max = 5\n \tuser_allow_other \n", True),
+        ("user_allow_other # for the group", True),
+    ],
+)
+def test_allow_other_is_one_answer_for_doctor_and_mount(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, allowed: bool
+) -> None:
     config = tmp_path / "fuse.conf"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert machine.check_allow_other(str(config)).state is State.NOTE
-    config.write_text("#user_allow_other\n")
-    assert machine.check_allow_other(str(config)).state is State.NOTE
-    config.write_text("mount_max = 5\n  user_allow_other\n")
-    assert machine.check_allow_other(str(config)).state is State.OK
+    config.write_text(text)
+    assert machine.check_allow_other(str(config)).state is (State.OK if allowed else State.NOTE)
+    assert prepare.user_allow_other(str(config)) is allowed
 
 
 @pytest.mark.parametrize(
