@@ -82,6 +82,10 @@ class Value(Protocol):
         """Length of the value in bytes."""
         ...
 
+    def deleted(self) -> bool:
+        """Whether its key is gone, so that holding it open alone keeps its space from being freed."""
+        ...
+
 
 class Backend(Protocol):
     """Where packs, log and config lie. All methods may be called from several threads.
@@ -222,6 +226,11 @@ class LocalValue:
     def size(self) -> int:
         """See `Value.size`."""
         return os.fstat(self._fd).st_size
+
+    def deleted(self) -> bool:
+        """See `Value.deleted`."""
+        # By its path, not its count of links: NFS keeps an open file under another name when it is deleted.
+        return not os.path.exists(self._path)
 
 
 class LocalUpload:

@@ -300,6 +300,12 @@ class PackReader:
             for pack in packs:
                 self._open.pop(pack, None)
 
+    def forget_deleted(self) -> None:
+        """Let go of packs that anybody deleted: one system call for each open pack."""
+        with self._lock:
+            held = list(self._open.items())
+        self.forget([pack for pack, value in held if value.deleted()])
+
     def close(self) -> None:
         """Let go of every pack. Reading opens them again."""
         with self._lock:

@@ -108,7 +108,10 @@ class Store:
             self.lease = None
 
     def names(self) -> Names:
-        """The names as they are now; tells the lease that this process has seen them. Raises CorruptError."""
+        """The names as they are now; tells the lease that this process has seen them. Raises CorruptError.
+
+        Packs that were deleted are let go of: without that, their space would not be freed.
+        """
         names = self.log.refresh()
         self.index.set_condemned(names.condemned())
         if self.lease is not None:
@@ -126,6 +129,7 @@ class Store:
                 return bound[path]
             removed = (
                 f"; its version {versions[-1].number} is still kept: {path}@{versions[-1].number}" if versions else ""
+        self.packs.forget_deleted()
             )
             similar = " or ".join(close_names(path, bound))
             raise NotFoundError(

@@ -17,10 +17,13 @@ from moonclipfs import limits
 from moonclipfs.errors import CorruptError, MissingObjectError, NoSpaceError
 from moonclipfs.store import packfile
 from moonclipfs.store.backend import LocalBackend
+from moonclipfs.store.gc import collect
 from moonclipfs.store.objects import object_id
 from moonclipfs.store.packs import Location, PackReader, PackWriter, pack_key, pack_of_key
+from moonclipfs.store.store import Store
 from moonclipfs.types import DType, Kind
 from tests.faults import FaultyOps
+from tests.store.kit import contents, noise, publish
 
 Published = list[tuple[str, NDArray[np.void]]]
 
@@ -140,6 +143,44 @@ def test_a_deleted_pack_that_is_forgotten_is_missing(backend: LocalBackend) -> N
     reader.forget([pack])
     with pytest.raises(MissingObjectError, match=location.object_id.hex()):
         reader.read(location, 0, 5)
+
+
+def open_files(root: Path) -> set[str]:
+    """Names of the files below `root` that this process holds open, deleted ones too."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(link) for link in links if os.path.islink(link)]
+    return {os.path.relpath(target, root) for target in targets if target.startswith(f"{root}/")}
+
+
+def test_packs_that_others_deleted_are_let_go_of_and_no_others(backend: LocalBackend) -> None:
+    (gone, _, (first,)), (kept, _, (second,)) = (pack_bytes(backend, [data]) for data in (b"hello", b"world"))
+    reader = PackReader(backend)
+    assert reader.read(first, 0, 5) + reader.read(second, 0, 5) == b"helloworld"
+    value = reader._open[gone]
+    backend.delete(pack_key(gone))
+    assert len(open_files(backend.root)) == 2
+    reader.forget_deleted()
+    assert value.read(first.offset, 5) == b"hello", "a read that is under way ends well"
+    del value
+    assert open_files(backend.root) == {pack_key(kept)}
+
+
+def test_a_reader_that_follows_the_names_keeps_no_deleted_pack(store: Store) -> None:
+    """Else gc frees nothing on the disk for as long as a mount lives."""
+    for number in range(3):
+        publish(store, f"s{number}", {"f": noise(number)})
+    with Store.open(store.path) as reader:
+        kept = contents(reader, "s0"), contents(reader, "s1"), contents(reader, "s2")
+        assert len(kept) == len([name for name in open_files(store.path) if name.startswith("packs/")])
+        store.packs.close()
+        store.log.forget([("s0", 1), ("s1", 1)])
+        reader.names()
+        assert collect(store, wait_seconds=0).waiting_packs == 2
+        reader.names()
+        assert collect(store, wait_seconds=0).deleted_packs == 2
+        reader.names()
+        assert not [name for name in open_files(store.path) if "deleted" in name]
+        assert contents(reader, "s2") == kept[2]
 
 
 def test_a_pack_that_nfs_took_away_is_missing_and_sought_again(backend: LocalBackend) -> None:
