@@ -19,18 +19,22 @@ static void count_plain(u32 counts[256], const u8 *symbols, size_t n)
  * Equal symbols in equal contexts in a row make each count wait for the one before it. Where nearly all symbols are
  * zero, zeros are therefore counted by context alone, in four parts, and the few others are corrected.
  */
-typedef u32 zero_counts[4][MC_LEVELS][MC_STATIC_CONTEXTS];
+typedef u32 zero_counts[4][MC_STATIC_CONTEXTS];
 
-static void count_sparse(u32 (*row)[256], zero_counts zeros, unsigned level, const u8 *contexts, const u8 *symbols)
+static void count_sparse(u32 (*row)[256], zero_counts zeros, const u8 *contexts, const u8 *symbols)
 {
-    for (unsigned lane = 0; lane < MC_LANES; lane++)
-        zeros[lane % 4][level][contexts[lane]]++;
+    for (unsigned lane = 0; lane < MC_LANES; lane += 4) {
+        zeros[0][contexts[lane]]++;
+        zeros[1][contexts[lane + 1]]++;
+        zeros[2][contexts[lane + 2]]++;
+        zeros[3][contexts[lane + 3]]++;
+    }
     for (unsigned eight = 0; eight < MC_LANES; eight += 8) {
         if (!mc_get64(symbols + eight))
             continue;
         for (unsigned lane = eight; lane < eight + 8; lane++)
             if (symbols[lane]) {
-                zeros[lane % 4][level][contexts[lane]]--;
+                zeros[lane % 4][contexts[lane]]--;
                 row[contexts[lane]][symbols[lane]]++;
             }
     }
@@ -54,14 +58,14 @@ static void count_by_exponent(mc_counts counts, const u8 *exponents, const u8 *s
 
 static void count_in_context(mc_counts counts, const u8 *contexts, const u8 *symbols, size_t n)
 {
-    zero_counts zeros = {{{0}}};
+    zero_counts zeros[MC_LEVELS] = {{{0}}};
     const size_t full = n - n % MC_LANES;
     unsigned level = mc_activity(0);
     for (size_t i = 0; i < full; i += MC_LANES) {
         unsigned nonzero = mc_count_nonzero(symbols + i, MC_LANES);
         u32(*row)[256] = counts + MC_STATIC_CONTEXTS * level;
         if (nonzero <= 4)
-            count_sparse(row, zeros, level, contexts + i, symbols + i);
+            count_sparse(row, zeros[level], contexts + i, symbols + i);
         else
             count_dense(row, contexts + i, symbols + i, MC_LANES);
         level = mc_activity(nonzero);
@@ -70,12 +74,12 @@ static void count_in_context(mc_counts counts, const u8 *contexts, const u8 *sym
     for (level = 0; level < MC_LEVELS; level++)
         for (unsigned context = 0; context < MC_STATIC_CONTEXTS; context++)
             for (int part = 0; part < 4; part++)
-                counts[level * MC_STATIC_CONTEXTS + context][0] += zeros[part][level][context];
+                counts[level * MC_STATIC_CONTEXTS + context][0] += zeros[level][part][context];
 }
 
 unsigned mc_counted_contexts(const mc_head *head)
 {
-    int few = head->raw_length / mc_plane_count(head) < FEW_ELEMENTS;
+    int few = head->raw_length / mc_plane_count(head) <= FEW_ELEMENTS;
     return head->transform == MC_ROTATE || few ? MC_EXPONENT_CLASSES : MC_CONTEXTS;
 }
 

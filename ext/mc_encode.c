@@ -44,8 +44,8 @@ static const u8 *base_of(mc_scratch *scratch, const mc_head *head, const mc_requ
 }
 
 /*
- * The largest exponent of the base, but for one element in a thousand: it is seen in elements spread over some of the
- * blocks. Exponent classes count downwards from it.
+ * The largest exponent of the base, but for one element in a thousand, as seen in the middle of some of the blocks.
+ * Exponent classes count downwards from it.
  */
 static unsigned find_exponent_top(mc_scratch *scratch, const mc_head *head, const mc_request *request)
 {
@@ -55,10 +55,11 @@ static unsigned find_exponent_top(mc_scratch *scratch, const mc_head *head, cons
     for (u64 i = 0; i < BLOCKS && i < head->blocks; i++) {
         u64 block = head->blocks <= BLOCKS ? i : i * (head->blocks - 1) / (BLOCKS - 1);
         size_t n = mc_raw_bytes(head, block) / type->width, count = n < ELEMENTS ? n : ELEMENTS;
-        const u8 *base = base_of(scratch, head, request, block);
+        u64 first = head->base_start + block * MC_BLOCK_ELEMENTS + (n - count) / 2;
+        const u8 *base = mc_block_base(scratch, head, &request->base, first, count);
         for (size_t j = 0; j < count; j++) {
             u64 element = 0;
-            memcpy(&element, base + j * n / count * type->width, type->width);
+            memcpy(&element, base + j * type->width, type->width);
             counts[element >> type->exponent_shift & type->exponent_mask]++;
         }
         sampled += (u32)count;

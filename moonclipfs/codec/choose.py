@@ -17,7 +17,7 @@ from moonclipfs.codec.encoded import (
 from moonclipfs.limits import BLOCK_ELEMENTS
 from moonclipfs.types import Buffer, DType
 
-CHOICE_PIECES: Final = 64
+CHOICE_PIECES: Final = 32
 PREDICTION_PIECES: Final = 256
 """A prediction looks at as many elements as a block has, so that what a block costs by itself is counted rightly."""
 PIECE_ELEMENTS: Final = BLOCK_ELEMENTS // PREDICTION_PIECES
