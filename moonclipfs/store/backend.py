@@ -390,6 +390,11 @@ class LocalBackend:
             self.ops.unlink(self.path(key))
 
 
+def mode_of_files(directory: str | os.PathLike[str]) -> int:
+    """The mode of files made in a directory of a store: where the group may write, it gets into the files too."""
+    return 0o660 if os.stat(directory).st_mode & stat.S_IWGRP else 0o600
+
+
 def read_range(fd: int, offset: int, length: int) -> bytes:
     """Read up to `length` bytes at `offset`; shorter only at the end of the file."""
     if length <= 0:

@@ -28,7 +28,7 @@ from types import TracebackType
 from moonclipfs import limits
 from moonclipfs.errors import LeaseLostError, LimitError
 from moonclipfs.store import hostfs, ofd
-from moonclipfs.store.backend import os_errors
+from moonclipfs.store.backend import mode_of_files, os_errors
 
 _BYTES = 4096
 """Length of a lease file. Fixed, so that rewriting it in place needs no space."""
@@ -105,8 +105,8 @@ class Lease:
         if len(json.dumps(purpose)) > _PURPOSE_BYTES:
             raise LimitError(f"the purpose of a lease is longer than {_PURPOSE_BYTES} bytes of JSON")
         directory = Path(root) / "leases"
-        mode = 0o660 if directory.is_dir() and directory.stat().st_mode & 0o020 else 0o600
         with os_errors(f"make a lease in {directory}"):
+            mode = mode_of_files(directory)
             while (lease := cls._try(directory, mode, purpose, sequence)) is None:
                 pass
         _ours.add(lease)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
 
 from moonclipfs import limits
-from moonclipfs.errors import NoSpaceError
-from moonclipfs.store.backend import os_errors
+from moonclipfs.errors import MoonclipError, NoSpaceError
+from moonclipfs.store.backend import mode_of_files, os_errors
+
+log = logging.getLogger(__name__)
 
 
 def _file(root: Path) -> str:
@@ -27,17 +30,35 @@ def release(root: Path) -> bool:
 
 
 def take(root: Path) -> bool:
-    """Preallocate `limits.RESERVE_BYTES` unless that is done. Returns False when the disk is too full for it."""
+    """Preallocate `limits.RESERVE_BYTES` unless that is done, whoever did it.
+
+    Returns False when the disk is too full for it, or, with a warning, when something else is in the way: a reserve
+    that is missing harms nothing before the disk is full.
+    """
     path = _file(root)
     try:
         with os_errors(f"reserve space in {path}"):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(fd, 0, limits.RESERVE_BYTES)
-            finally:
-                os.close(fd)
+            _preallocate(path, mode_of_files(root))
     except NoSpaceError:
-        with suppress(FileNotFoundError), os_errors(f"delete {path}"):
+        with suppress(OSError):
             os.unlink(path)
         return False
+    except MoonclipError as error:
+        log.warning("%s: without it, forget and gc may fail on a full disk", error)
+        return False
     return True
+
+
+def _preallocate(path: str, mode: int) -> None:
+    with suppress(FileNotFoundError):
+        found = os.stat(path)
+        if min(found.st_size, found.st_blocks * 512) >= limits.RESERVE_BYTES:
+            return
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        # The umask takes nothing from the mode of a shared store.
+        if os.fstat(fd).st_uid == os.geteuid():
+            os.fchmod(fd, mode)
+        os.posix_fallocate(fd, 0, limits.RESERVE_BYTES)
+    finally:
+        os.close(fd)

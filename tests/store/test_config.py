@@ -13,7 +13,6 @@ import pytest
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError, ExistsError, FormatVersionError, MoonclipError, NoSpaceError, NotFoundError
 from moonclipfs.formats.cut import CutRules
-from moonclipfs.store import reserve
 from moonclipfs.store.backend import LocalBackend
 from moonclipfs.store.config import Config, create_store, decode_config, encode_config, load_config
 from tests.faults import FaultyOps, NoLinkOps
@@ -135,15 +134,3 @@ def test_a_full_disk_at_any_call_leaves_no_store_and_can_be_repeated(tmp_path: P
         if not ops.reached:
             return
     pytest.fail("the calls never end")
-
-
-def test_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reserve.take(tmp_path) and reserve.take(tmp_path)
-    assert reserve.release(tmp_path) and not reserve.release(tmp_path)
-
-    def full(*arguments: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert not reserve.take(tmp_path)
-    assert os.listdir(tmp_path) == []
