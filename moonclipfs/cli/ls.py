@@ -10,9 +10,11 @@ import click
 
 from moonclipfs.cli.output import emit_json, human, number, printable, table, version_json, when
 from moonclipfs.cli.target import complete_target, one_target, opened
+from moonclipfs.errors import NotFoundError
+from moonclipfs.store.log import Names
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import Place, is_pattern, locate, select
-from moonclipfs.types import Entry, EntryType, Version
+from moonclipfs.types import Entry, EntryType, Version, natural_key
 
 
 @click.command("ls")
@@ -20,7 +22,8 @@ from moonclipfs.types import Entry, EntryType, Version
 @click.option("-R", "--recursive", is_flag=True, help="List the files of all directories below.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list; keys below.")
 def command(target: str | None, recursive: bool, as_json: bool) -> None:
-    """List the snapshots of TARGET, or the files when it is one snapshot or a directory inside one.
+    """List the snapshots of TARGET, or the files when it is one snapshot or a directory inside one; after these the
+    snapshots whose names lie below it.
 
     \b
     Examples:
@@ -40,7 +43,30 @@ def command(target: str | None, recursive: bool, as_json: bool) -> None:
         if place.version is None:
             list_versions(select(names, wanted.spec), as_json)
         else:
-            list_entries(list(entries(store, place.version, place.path, recursive)), as_json)
+            below = snapshots_below(names, place)
+            try:
+                found = list(entries(store, place.version, place.path, recursive))
+            except NotFoundError:
+                if not below:
+                    raise
+                found = []  # a directory that is made by names alone
+            if as_json:
+                emit_json([*(_entry_json(path, entry) for path, entry in found), *map(version_json, below)])
+                return
+            list_entries(found)
+            if below:
+                click.echo()
+                list_versions(below, as_json)
+
+
+def snapshots_below(names: Names, place: Place) -> list[Version]:
+    """The bound snapshots whose names go on from a directory in a snapshot; none below one that is not current."""
+    version = place.version
+    if version is None or version != names.bound().get(version.path):
+        return []
+    start = os.path.join(version.path, os.fsdecode(place.path), "")
+    found = (below for name, below in names.bound().items() if name.startswith(start))
+    return sorted(found, key=lambda below: natural_key(below.path))
 
 
 def entries(store: Store, version: Version, path: bytes, recursive: bool) -> Iterator[tuple[bytes, Entry]]:
@@ -71,11 +97,8 @@ def list_versions(versions: list[Version], as_json: bool) -> None:
     )
 
 
-def list_entries(found: list[tuple[bytes, Entry]], as_json: bool) -> None:
+def list_entries(found: list[tuple[bytes, Entry]]) -> None:
     """Print one line an entry, as `ls -l` does."""
-    if as_json:
-        emit_json([_entry_json(path, entry) for path, entry in found])
-        return
     rows = []
     for path, entry in found:
         mode = stat.filemode(entry.type.st_mode | entry.attributes.mode)

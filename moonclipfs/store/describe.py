@@ -112,7 +112,7 @@ def find_origins(store: Store, until: Version, wanted: Collection[ObjectId]) -> 
     """
     origins: dict[ObjectId, Origin] = {}
     seen: set[ObjectId] = set()
-    kept = (version for version in store.names().all_versions() if version.sequence <= until.sequence)
+    kept = (version for version in store.log.names.all_versions() if version.sequence <= until.sequence)
     for version in sorted(kept, key=lambda version: version.sequence):
         if len(origins) == len(wanted):
             break

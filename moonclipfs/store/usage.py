@@ -35,14 +35,36 @@ class VersionUsage:
         return self.stored - self.exclusive
 
 
-def du(store: Store, versions: Collection[Version]) -> list[VersionUsage]:
-    """Tell what each of `versions` costs beside all that are kept. Raises CorruptError when one cannot be read."""
+@dataclass(frozen=True, slots=True)
+class SetUsage:
+    """Bytes of some versions together, counted as for one: what several of them need counts once in `stored`, and
+    `exclusive` is freed if all of them go."""
+
+    versions: Sequence[VersionUsage]
+    stored: int
+    exclusive: int
+
+    @property
+    def logical(self) -> int:
+        """Bytes as plain files."""
+        return sum(usage.logical for usage in self.versions)
+
+    @property
+    def shared(self) -> int:
+        """Stored bytes that versions outside the set need too."""
+        return self.stored - self.exclusive
+
+
+def du(store: Store, versions: Collection[Version]) -> SetUsage:
+    """Tell what `versions` cost beside all that are kept. Raises CorruptError when one cannot be read."""
     survey = Survey(store)
     names = survey.mark()
     table = survey.footers.table()
     usable = ~table.mask(survey.condemned)
     primary = survey.measure(table).primary
     kept = list(names.all_versions())
+    asked = {(version.path, version.number) for version in versions}
+    together = np.zeros(len(table.entries), np.int32)
     users = np.zeros(len(table.ids), np.int32)
     user = np.zeros(len(table.ids), np.int32)
     stored = {}
@@ -52,11 +74,12 @@ def du(store: Store, versions: Collection[Version]) -> list[VersionUsage]:
         rows = np.flatnonzero(table.closure(needed.ids(), usable).live & primary)
         users[rows] += 1
         user[rows] = number
+        together[rows] += (version.path, version.number) in asked
         stored[version.path, version.number] = int(table.stored[rows].sum())
     alone = users == 1
     exclusive = np.bincount(user[alone], table.stored[alone], len(kept)).astype(np.int64)
     numbers = {(version.path, version.number): number for number, version in enumerate(kept)}
-    return [
+    usages = [
         VersionUsage(
             version,
             sum(entry.size for entry in _files(store, version)),
@@ -65,6 +88,8 @@ def du(store: Store, versions: Collection[Version]) -> list[VersionUsage]:
         )
         for version in versions
     ]
+    freed = (together > 0) & (together == users)
+    return SetUsage(usages, int(table.stored[together > 0].sum()), int(table.stored[freed].sum()))
 
 
 def _files(store: Store, version: Version) -> Sequence[Entry]:

@@ -17,19 +17,31 @@ def test_du_tells_what_snapshots_cost(run: Run, filled: Path) -> None:
     done = run("du", filled)
     assert done.code == 0
     assert done.out.splitlines()[0].split() == ["SNAPSHOT", "SIZE", "STORED", "EXCLUSIVE", "SHARED"]
-    told = {one["name"]: one for one in run("du", "--json", filled).json}
+    told = {one["name"]: one for one in run("du", "--json", filled).json["snapshots"]}
     assert set(told["other"]) == {"name", "version", "logical", "stored", "exclusive", "shared"}
     assert told["other"]["logical"] == 10240
     assert told["other"]["shared"] == 0
     assert told["run1/step-2"]["exclusive"] < told["run1/step-2"]["shared"]
 
 
+def test_du_tells_what_the_set_costs(run: Run, filled: Path) -> None:
+    done = run("du", "--json", f"{filled}:run1").json
+    stored = [one["stored"] for one in done["snapshots"]]
+    assert max(stored) < done["total"]["stored"] < sum(stored)
+    assert done["total"]["logical"] == sum(one["logical"] for one in done["snapshots"])
+    assert done["total"]["exclusive"] > sum(one["exclusive"] for one in done["snapshots"])
+    assert done["total"]["shared"] == done["total"]["stored"] - done["total"]["exclusive"]
+    lines = run("du", f"{filled}:run1").out.splitlines()
+    assert len(lines) == 5
+    assert lines[-1].split()[0] == "total"
+
+
 def test_du_of_some(run: Run, filled: Path) -> None:
-    assert [one["name"] for one in run("du", "--json", f"{filled}:run1/step-1*").json] == [
+    assert [one["name"] for one in run("du", "--json", f"{filled}:run1/step-1*").json["snapshots"]] == [
         "run1/step-1",
         "run1/step-10",
     ]
-    assert [one["name"] for one in run("du", "--json", f"{filled}:other", "run1/step-2").json] == [
+    assert [one["name"] for one in run("du", "--json", f"{filled}:other", "run1/step-2").json["snapshots"]] == [
         "other",
         "run1/step-2",
     ]

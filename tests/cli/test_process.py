@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import moonclipfs
 from moonclipfs.cli.main import COMMANDS
 from moonclipfs.fuse.control import server_pid
 from moonclipfs.fuse.mounts import mount_at
@@ -170,8 +171,12 @@ class TestMount:
         assert run("ls", f"{mounted}:other").code == 0
         same = run("diff", mounted / "run1" / "step-2", tmp_path / "src" / "step-2")
         assert (same.code, same.out) == (0, "3 tensors: 3 unchanged\n")
-        assert run("du", "--json", mounted / "run1").json[0]["name"] == "run1/step-1"
+        assert run("du", "--json", mounted / "run1").json["snapshots"][0]["name"] == "run1/step-1"
         assert run("stats", mounted).code == 0
+        with moonclipfs.open(versions) as snapshot:
+            assert (snapshot.name, snapshot.version.number) == ("run1/step-2", 1)
+        with moonclipfs.open(mounted) as reader:
+            assert "other" in reader.snapshots()
         assert run("add", mounted, tmp_path / "other.bin", "--as", "new").code == 0
         deadline = time.monotonic() + 10
         while not (mounted / "new").exists():

@@ -61,6 +61,28 @@ def test_ls_recursive_and_of_a_directory_and_of_a_file(run: Run, filled: Path) -
     assert link["target"] == "model.safetensors"
 
 
+def test_ls_lists_snapshots_nested_in_one(run: Run, filled: Path) -> None:
+    for name in ("run1/step-2/best", "run1/step-2/extra/deep", "run1/step-2/notes/more", "run1/step-20"):
+        assert run("add", filled, filled.parent / "other.bin", "--as", name).code == 0
+
+    def listed(spec: str) -> list[str]:
+        return [one.get("path", one.get("name")) for one in run("ls", "--json", f"{filled}:{spec}").json]
+
+    own = ["config.json", "latest", "model.safetensors", "notes"]
+    nested = ["run1/step-2/best", "run1/step-2/extra/deep", "run1/step-2/notes/more"]
+    assert listed("run1/step-2") == own + nested
+    assert listed("run1/step-2/notes") == ["a b.txt", "run1/step-2/notes/more"]
+    assert listed("run1/step-2/extra") == ["run1/step-2/extra/deep"]
+    assert listed("run1/step-1") == own
+    lines = run("ls", f"{filled}:run1/step-2").out.splitlines()
+    assert lines[4] == ""
+    assert [line.split()[0] for line in lines[5:]] == ["SNAPSHOT", *nested]
+    assert run("ls", f"{filled}:run1/step-2/absent").code == 3
+    run("add", filled, filled.parent / "src" / "step-1", "--as", "run1/step-2")
+    assert listed("run1/step-2@1") == own
+    assert listed("run1/step-2@2") == own + nested
+
+
 def test_the_store_of_the_environment(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOONCLIPFS_STORE", str(filled))
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +106,17 @@ def test_every_recipe_is_read_once(store: Store, tmp_path: Path, count: int, mon
     list(describe(store, last))
     # The files shown: for their objects, for their layout. The files of all versions: for what came before.
     assert len(read) <= 2 * 2 + 2 * count
+
+
+def test_the_cost_grows_with_the_snapshots_and_not_with_their_tensors(store: Store, tmp_path: Path) -> None:
+    """Two directories or recipes are read for each snapshot before, and no tensor."""
+    read = []
+    for number in range(12):
+        tensors = {"w": BIG + np.float32(number), "v": OTHER}
+        version = put(store, tmp_path, f"run/{number}", {"m.safetensors": safetensors(tensors)})
+        with Store.open(store.path) as again:
+            list(describe(again, version))
+            counters = again.objects.counters
+            read.append(counters.blocks_decoded)
+            assert counters.bytes_decoded < BIG.nbytes
+    assert {after - before for before, after in itertools.pairwise(read)} == {2}

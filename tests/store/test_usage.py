@@ -14,7 +14,7 @@ from moonclipfs.store.packs import Location
 from moonclipfs.store.recipes import decode_recipe
 from moonclipfs.store.repack import copy_objects
 from moonclipfs.store.store import Store
-from moonclipfs.store.usage import du, stats
+from moonclipfs.store.usage import SetUsage, du, stats
 from moonclipfs.types import NO_ID, EntryType, Kind, ObjectId, Version
 from tests.store.kit import noise, publish, series
 
@@ -67,7 +67,7 @@ def filled(store: Store) -> Store:
 def test_du_is_exact(filled: Store) -> None:
     count = Count(filled)
     kept = list(filled.names().all_versions())
-    for usage in du(filled, kept):
+    for usage in du(filled, kept).versions:
         alone = count.needed([usage.version])
         others = count.needed(version for version in kept if version != usage.version)
         assert usage.stored == count.bytes(alone)
@@ -83,6 +83,11 @@ def test_what_a_set_frees_is_counted_for_the_set(filled: Store) -> None:
         for some in combinations(kept, size):
             alone = count.needed(some) - count.needed(version for version in kept if version not in some)
             assert forget(filled, some, dry_run=True).exclusive == count.bytes(alone)
+            together = du(filled, some)
+            assert [usage.version for usage in together.versions] == list(some)
+            assert together.exclusive == count.bytes(alone)
+            assert together.stored == together.exclusive + together.shared == count.bytes(count.needed(some))
+            assert together.logical == sum(usage.logical for usage in together.versions)
 
 
 def test_forget_frees_what_the_dry_run_said(filled: Store) -> None:
@@ -130,5 +135,5 @@ def test_copies_of_one_object_count_once(store: Store) -> None:
 
 
 def test_an_empty_store(store: Store) -> None:
-    assert du(store, []) == []
+    assert du(store, []) == SetUsage([], 0, 0)
     assert stats(store).ratio == 0.0
