@@ -29,7 +29,6 @@ DIRECTORY_BYTES = 1 * GIB
 NAME_BYTES = 255
 PATH_BYTES = 4096
 PATH_DEPTH = 128
-SYMLINK_BYTES = 4095
 SYMLINKS = 40
 """Symbolic links followed for one path, as the kernel does."""
 XATTR_BYTES = 64 * KIB
@@ -50,7 +49,6 @@ CHAIN_READ_DEPTH = 2 * CHAIN_DEPTH
 # Packs and log
 PACK_BYTES = 256 * MIB
 PACK_ENTRIES = 1 << 22
-PACK_IDLE_SECONDS = 5.0
 OPEN_PACKS = 64
 """Packs that one process keeps open for reading."""
 LOG_RECORD_BYTES = 256 * MIB
@@ -74,8 +72,10 @@ JSON_VALUES = 16 * TENSORS
 """Commas, braces and brackets in a JSON header: it bounds the objects that reading it makes."""
 TENSOR_NAME_BYTES = 1 * KIB
 NPY_HEADER_BYTES = 64 * KIB
+METADATA_PAIRS = 64 * KIB
+"""Keys in the metadata of one file."""
 METADATA_BYTES = 4 * KIB
-"""Longer metadata strings of GGUF files (chat templates, licences) are described, not kept."""
+"""Longer metadata strings (chat templates, licences) are described, not kept."""
 PICKLE_BYTES = 256 * MIB
 PICKLE_OPCODES = 1 << 24
 PICKLE_OBJECTS = 1 << 22
@@ -95,7 +95,7 @@ HEAD_CACHE_BYTES = 32 * MIB
 """Parsed heads of encoded objects."""
 DIRECTORY_CACHE_ENTRIES = 1 << 17
 RECIPE_CACHE_EXTENTS = 1 << 18
-LAYOUT_CACHE_TENSORS = 1 << 17
+LAYOUT_CACHE_BYTES = 128 * MIB
 
 # Mount
 OPEN_HANDLES = 1 << 16

@@ -11,7 +11,17 @@ from typing import NamedTuple
 
 from moonclipfs import limits
 from moonclipfs.errors import ParseError
-from moonclipfs.formats.layout import Layout, Region, RegionKind, Tensor, checked_name, cover, quoted, short_by
+from moonclipfs.formats.layout import (
+    Layout,
+    Region,
+    RegionKind,
+    Tensor,
+    checked_name,
+    cover,
+    described,
+    quoted,
+    short_by,
+)
 from moonclipfs.formats.window import Window
 from moonclipfs.types import DType, Source
 
@@ -22,6 +32,7 @@ _ALIGNMENT_KEY = "general.alignment"
 _ALIGNMENT = 32
 _ALIGNMENT_MAX = 1 << 20
 _ARRAY_DEPTH = 4
+_READ_BYTES = 1 * limits.MIB
 _STRING = 8
 _ARRAY = 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -71,7 +82,9 @@ def parse(source: Source) -> Layout:
     tensor_count, pair_count = window.u64(), window.u64()
     if tensor_count > limits.TENSORS:
         raise ParseError(f"{tensor_count} tensors, at most {limits.TENSORS} are read")
-    metadata = _metadata(window, pair_count)
+    if pair_count > limits.METADATA_PAIRS:
+        raise ParseError(f"{pair_count} pairs of metadata, at most {limits.METADATA_PAIRS} are read")
+    metadata = _metadata(source, window, pair_count)
     infos = [_info(window) for _ in range(tensor_count)]
     if len({info.name for info in infos}) != len(infos):
         raise ParseError("two tensors have the same name")
@@ -107,14 +120,14 @@ def _alignment(metadata: dict[str, str]) -> int:
     return value
 
 
-def _metadata(window: Window, count: int) -> dict[str, str]:
+def _metadata(source: Source, window: Window, count: int) -> dict[str, str]:
     """Read `count` key-value pairs: scalars and short strings as text, the rest as a description."""
     metadata: dict[str, str] = {}
     for _ in range(count):
         key = _name(window)
         if key in metadata:
             raise ParseError(f"DuplicateKey({quoted(key)}): the metadata names it twice")
-        metadata[key] = _value(window, window.u32())
+        metadata[key] = _value(source, window, window.u32())
     return metadata
 
 
@@ -126,16 +139,18 @@ def _name(window: Window) -> str:
     return checked_name(window.take(length).decode("utf-8", "surrogateescape"))
 
 
-def _value(window: Window, kind: int) -> str:
+def _value(source: Source, window: Window, kind: int) -> str:
     """Read one metadata value of type `kind` as text."""
     if kind == _STRING:
-        length = window.u64()
-        if length <= limits.METADATA_BYTES:
-            return window.take(length).decode("utf-8", "surrogateescape")
-        window.skip(length)
-        return f"({length} bytes)"
+        text = window.take(window.u64())  # the window is as long as a header may be
+        if len(text) > limits.METADATA_BYTES:
+            return described(f"{len(text)} bytes", [text])
+        return text.decode("utf-8", "surrogateescape")
     if kind == _ARRAY:
-        return f"({_skip_array(window, _ARRAY_DEPTH)} values)"
+        start = window.position
+        count = _skip_array(window, _ARRAY_DEPTH)
+        parts = range(start, window.position, _READ_BYTES)
+        return described(f"{count} values", (source.read(at, min(_READ_BYTES, window.position - at)) for at in parts))
     return str(struct.unpack(_scalar(kind), window.take(struct.calcsize(_scalar(kind))))[0])
 
 

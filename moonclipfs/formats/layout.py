@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from moonclipfs import limits
 from moonclipfs.errors import ParseError
-from moonclipfs.types import DType
+from moonclipfs.types import Buffer, DType
 
 OPAQUE_FORMAT = "opaque"
 """`Layout.format` of a file that is one run of bytes without known structure."""
+
+_PART_BYTES = 384
+_NUMBER_BYTES = 40
+_PAIR_BYTES = 128
 
 
 class RegionKind(enum.IntEnum):
@@ -80,6 +86,19 @@ class Layout:
     reason: str = ""
     truncated: bool = False
 
+    @property
+    def weight(self) -> int:
+        """Bytes of memory that it takes, at most."""
+        parts: tuple[Region | Tensor, ...] = (*self.regions, *self.tensors)
+        return (
+            _PART_BYTES * (1 + len(parts))
+            + _NUMBER_BYTES * sum(len(part.shape) for part in parts)
+            + _NUMBER_BYTES * sum(len(tensor.strides or ()) for tensor in self.tensors)
+            + sum(sys.getsizeof(part.name) for part in parts)
+            + sum(_PAIR_BYTES + sys.getsizeof(key) + sys.getsizeof(text) for key, text in self.metadata.items())
+            + sys.getsizeof(self.reason)
+        )
+
 
 def opaque(size: int, reason: str, *, truncated: bool = False) -> Layout:
     """Return the layout of a file of `size` bytes that was not understood."""
@@ -114,6 +133,14 @@ def quoted(name: str) -> str:
     if len(name) > 200:
         name = name[:200] + "..."
     return '"' + "".join(c if c.isprintable() else repr(c)[1:-1] for c in name) + '"'
+
+
+def described(length: str, data: Iterable[Buffer]) -> str:
+    """Return what stands for metadata that is too long to keep, of `length` ("9 bytes"): other words for other data."""
+    digest = hashlib.sha256()
+    for part in data:
+        digest.update(part)
+    return f"({length}, SHA-256 {digest.hexdigest()})"
 
 
 def checked_name(name: str) -> str:

@@ -19,6 +19,7 @@ from moonclipfs.formats.layout import (
     Tensor,
     checked_name,
     cover,
+    described,
     quoted,
     short_by,
     tensor_bytes,
@@ -79,12 +80,18 @@ def parse(source: Source) -> Layout:
 
 
 def _metadata(value: object) -> Mapping[str, str]:
-    """Return `__metadata__`, which may be empty but holds strings only."""
+    """Return `__metadata__`, which may be empty but holds strings only: long ones are described."""
     result: dict[str, str] = {}
-    for key, text in jsontext.fields(value, _METADATA).items():
+    pairs = jsontext.fields(value, _METADATA)
+    if len(pairs) > limits.METADATA_PAIRS:
+        raise ParseError(f"{_METADATA} has {len(pairs)} keys, at most {limits.METADATA_PAIRS} are read")
+    for key, text in pairs.items():
         if not isinstance(text, str):
             raise ParseError(f"{_METADATA}: the value of {quoted(key)} is not a string")
-        result[key] = text
+        data = text.encode("utf-8", "surrogatepass")
+        result[checked_name(key)] = (
+            described(f"{len(data)} bytes", [data]) if len(data) > limits.METADATA_BYTES else text
+        )
     return result
 
 

@@ -56,7 +56,7 @@ class Store:
         self._directories: BoundedCache[ObjectId, Mapping[bytes, Entry]]
         self._directories = BoundedCache(limits.DIRECTORY_CACHE_ENTRIES)
         self._recipes: BoundedCache[ObjectId, Recipe] = BoundedCache(limits.RECIPE_CACHE_EXTENTS)
-        self._layouts: BoundedCache[ObjectId, Layout] = BoundedCache(limits.LAYOUT_CACHE_TENSORS)
+        self._layouts: BoundedCache[ObjectId, Layout] = BoundedCache(limits.LAYOUT_CACHE_BYTES)
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, shared: bool = False) -> Store:
@@ -197,7 +197,7 @@ class Store:
         layout = self._layouts.get(entry.child)
         if layout is None:
             layout = parse(self.open_file(entry))
-            self._layouts.put(entry.child, layout, len(layout.regions) + len(layout.tensors) + 1)
+            self._layouts.put(entry.child, layout, layout.weight)
         return layout
 
     def ingest(self) -> Ingest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from pathlib import Path
 
@@ -66,8 +67,9 @@ def test_a_file_of_the_real_writer(tmp_path: Path) -> None:
     assert (experts.dtype, experts.dtype_name, experts.shape) == (DType.BYTES, "Q8_0", (3, 2, 32))
     assert [r.shape for r in layout.regions if r.name == "experts"] == [(3, 2, 34)]
     assert layout.metadata["general.architecture"] == "llama" and layout.metadata["f"] == "0.5"
-    assert layout.metadata["tokenizer.ggml.tokens"] == "(2 values)"
-    assert layout.metadata["tokenizer.chat_template"] == "(5000 bytes)"
+    assert layout.metadata["tokenizer.ggml.tokens"].startswith("(2 values, SHA-256 ")
+    digest = hashlib.sha256(b"x" * 5000).hexdigest()
+    assert layout.metadata["tokenizer.chat_template"] == f"(5000 bytes, SHA-256 {digest})"
     check_pieces(data, layout)
 
 
@@ -116,6 +118,32 @@ def test_R051_a_short_file_keeps_the_tensors_that_are_whole() -> None:
         assert layout_of(data[:length]).truncated
     layout = layout_of(data[:-1])
     assert layout.reason == "data short by 1 byte" and list(by_name(layout)) == ["v"]
+
+
+LONG = limits.METADATA_BYTES + 1
+STRINGS = struct.pack("<IQ", 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [
+        (8, text("a" * LONG), text("a" * (LONG - 1) + "b")),
+        (9, STRINGS + text("a") + text("b"), STRINGS + text("a") + text("c")),
+        (9, struct.pack("<IQHH", 2, 2, 1, 2), struct.pack("<IQHH", 2, 2, 1, 3)),
+    ],
+    ids=["string", "strings", "numbers"],
+)
+def test_metadata_that_is_not_kept_can_still_be_compared(kind: int, one: bytes, other: bytes) -> None:
+    first, again, second = (layout_of(gguf([pair("k", kind, raw)], [])).metadata for raw in (one, one, other))
+    assert first == again != second
+    assert len(first["k"]) < 120
+
+
+def test_pairs_of_metadata_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "METADATA_PAIRS", 3)
+    pairs = [pair(f"k{number}", 0, b"\1") for number in range(4)]
+    assert not layout_of(gguf(pairs[:3], W, bytes(16))).reason
+    assert "4 pairs of metadata, at most 3" in layout_of(gguf(pairs, W, bytes(16))).reason
 
 
 @pytest.mark.parametrize("raw", [struct.pack("<IQ", 8, 1 << 60), struct.pack("<IQ", 4, 1 << 60)])

@@ -145,6 +145,25 @@ def test_R069_metadata_goes_by_the_presence_of_the_key(metadata: object, reason:
     assert reason in layout.reason and len(layout.tensors) == (0 if reason else 1)
 
 
+@pytest.mark.parametrize(("text", "length"), [("a", 1), ("\u00e9", 2), ("\ud800", 3)])
+def test_long_metadata_is_described(text: str, length: int) -> None:
+    """In other words for another text, so that two files can be compared."""
+    count = limits.METADATA_BYTES // length
+    short, long, other = text * count, text * (count + 1), text * count + "b" * length
+    metadata = [layout_of(safetensors({"__metadata__": {"k": value}})).metadata["k"] for value in (short, long, other)]
+    assert metadata[0] == short
+    assert metadata[1].startswith(f"({length * (count + 1)} bytes, SHA-256 ") and metadata[1] != metadata[2]
+
+
+def test_keys_of_metadata_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "METADATA_PAIRS", 3)
+    metadata = {f"k{number}": "v" for number in range(4)}
+    assert "4 keys, at most 3" in layout_of(safetensors({"__metadata__": metadata})).reason
+    del metadata["k0"]
+    assert not layout_of(safetensors({"__metadata__": metadata})).reason
+    assert "longer than" in layout_of(safetensors({"__metadata__": {"k" * 2000: "v"}})).reason
+
+
 def test_key_order_gaps_and_a_tail_are_kept() -> None:
     header = {"z": entry("U8", [2], 6, 8), "empty": entry("F32", [0, 3], 4, 4), "a": entry("U8", [3], 0, 3)}
     layout = layout_of(safetensors(header, b"aaa...zztail"))

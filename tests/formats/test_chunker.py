@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonclipfs.codec.chunk import Chunker
+from moonclipfs._codec import Chunker
 from moonclipfs.errors import UsageError
 from moonclipfs.limits import CHUNK_AVERAGE, CHUNK_MAX, CHUNK_MIN
 
@@ -71,7 +71,7 @@ def test_chunks_are_the_twin_s_however_the_stream_is_cut(
 def test_sizes_on_real_constants() -> None:
     data = np.random.default_rng(1).bytes(24 << 20)
     lengths = cut(data, (CHUNK_MIN, CHUNK_AVERAGE, CHUNK_MAX))
-    assert lengths == Chunker().push(data) + lengths[-1:]
+    assert lengths == Chunker(CHUNK_MIN, CHUNK_AVERAGE, CHUNK_MAX).push(data) + lengths[-1:]
     assert all(CHUNK_MIN <= length <= CHUNK_MAX for length in lengths[:-1])
     assert CHUNK_AVERAGE // 2 < len(data) / len(lengths) < CHUNK_AVERAGE * 2
 
