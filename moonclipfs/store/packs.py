@@ -41,6 +41,18 @@ def pack_of_key(key: str) -> str | None:
     return found[1] if found else None
 
 
+def require_packs(backend: Backend, packs: Iterable[str]) -> None:
+    """Raise MissingObjectError, which names it, when one of `packs` is not there: each is opened, none is listed."""
+    for pack in packs:
+        try:
+            backend.size(pack_key(pack))
+        except NotFoundError as error:
+            raise MissingObjectError(
+                f"pack {backend.path(pack_key(pack))} is gone, and with it what was stored before: try again to store "
+                "that anew, and run `moonclipfs verify`"
+            ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """Where one object is stored, and how. Lengths and `offset` (of the encoded bytes, in the pack) are in bytes.

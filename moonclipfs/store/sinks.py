@@ -17,7 +17,7 @@ from moonclipfs.codec.sketch import NO_SKETCH
 from moonclipfs.store.backend import Backend
 from moonclipfs.store.bases import Candidate, Known, pick
 from moonclipfs.store.index import Index
-from moonclipfs.store.packs import Location, PackReader, PackWriter
+from moonclipfs.store.packs import Location, PackReader, PackWriter, require_packs
 from moonclipfs.store.reader import ObjectReader
 from moonclipfs.types import NO_ID, Buffer, DType, Kind, ObjectId, Source
 
@@ -129,16 +129,30 @@ class PackSink(_Seen):
         choice = pick(hints.bases, raw, hints.dtype, self._sample)
         bases = [] if choice is None else [self._whole(choice)]
         encoding = encode(raw, hints.dtype, bases)
+        self._backend = backend
         delta = choice if encoding.base is not None else None
+        self._found_packs: set[str] = set()
+        self._found_bases: set[ObjectId] = set()
         location = self._writer.add(
             encoding.data,
             object_id=object_id,
             kind=kind,
+    def find(self, object_id: ObjectId) -> Location | None:
+        """See `Known.find`. What is found counts as referred to: see `require_found`."""
+        location = super().find(object_id)
+        if location is not None:
+            self._found_packs.add(location.pack)
+            if location.base != NO_ID:
+                self._found_bases.add(location.base)
+        return location
+
             raw_length=len(raw),
             dtype=hints.dtype,
             depth=0 if delta is None else delta.location.depth + 1,
             base=NO_ID if delta is None else delta.location.object_id,
             base_start=0 if delta is None else delta.start,
+        if delta is not None:
+            self._found_bases.add(delta.location.object_id)
             label=hints.label,
             sketch=hints.sketch,
             generation=0 if delta is None else delta.generation,
@@ -177,6 +191,19 @@ class PackSink(_Seen):
         """See `reader.Packs.read`."""
         data = self._writer.read(location, offset, length)
         return self._packs.read(location, offset, length) if data is None else data
+
+    def require_found(self) -> None:
+        """After `flush`: raise MissingObjectError unless the packs of all that was found, bases included, are there.
+
+        What the index says is no more than what its last look at the list of packs told.
+        """
+        packs, seen, bases = set(self._found_packs), set[ObjectId](), set(self._found_bases)
+        while bases:
+            seen |= bases
+            places = self._index.find_many(bases).values()
+            packs.update(place.pack for place in places)
+            bases = {place.base for place in places if place.base != NO_ID} - seen
+        require_packs(self._backend, packs)
 
     def _sample(self, option: Candidate, offset: int, length: int) -> Buffer:
         out = bytearray(_clipped(option, offset, length))

@@ -19,11 +19,11 @@ from moonclipfs.store import packfile
 from moonclipfs.store.backend import LocalBackend
 from moonclipfs.store.gc import collect
 from moonclipfs.store.objects import object_id
-from moonclipfs.store.packs import Location, PackReader, PackWriter, pack_key, pack_of_key
+from moonclipfs.store.packs import Location, PackReader, PackWriter, pack_key, pack_of_key, require_packs
 from moonclipfs.store.store import Store
-from moonclipfs.types import DType, Kind
+from moonclipfs.types import Attributes, BytesSource, DType, Entry, EntryType, Kind
 from tests.faults import FaultyOps
-from tests.store.kit import contents, noise, publish
+from tests.store.kit import contents, noise, publish, series
 
 Published = list[tuple[str, NDArray[np.void]]]
 
@@ -181,6 +181,44 @@ def test_a_reader_that_follows_the_names_keeps_no_deleted_pack(store: Store) -> 
         reader.names()
         assert not [name for name in open_files(store.path) if "deleted" in name]
         assert contents(reader, "s2") == kept[2]
+
+
+def test_required_packs(backend: LocalBackend) -> None:
+    packs = [pack_bytes(backend, [b"%d" % number])[0] for number in range(3)]
+    require_packs(backend, packs)
+    require_packs(backend, [])
+    Path(backend.path(pack_key(packs[1]))).write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(MissingObjectError, match=packs[1]):
+            require_packs(backend, packs)
+        backend.delete(pack_key(packs[1]))
+
+
+@pytest.mark.parametrize("role", ["object", "base of an object", "base of a base", "base of what is new"])
+def test_what_was_found_must_be_there_when_it_is_published(store: Store, role: str) -> None:
+    """The index only knows the packs that were listed: those that anybody took away since are missed in time."""
+    files = series(4)
+    found: list[Location] = []
+    for number, data in enumerate(files[:3]):
+        publish(store, f"run/{number}", {"w": data})
+        found += [one for one in store.index.iterate() if one.kind is Kind.DATA and one not in found]
+    assert [one.depth for one in found] == [0, 1, 2], "else this proves less than it says"
+    known, gone = {
+        "object": (files[2], found[2]),
+        "base of an object": (files[2], found[1]),
+        "base of a base": (files[2], found[0]),
+        "base of what is new": (files[3], found[2]),
+    }[role]
+    with store.ingest() as ingest:
+        child, size, stats = ingest.put_file(BytesSource(known))
+        assert stats.full_bytes == 0
+        root = ingest.put_directory([Entry(b"other", EntryType.FILE, Attributes(0o644), size, child)])
+        os.unlink(store.backend.path(pack_key(gone.pack)))
+        with pytest.raises(MissingObjectError, match=f"{gone.pack}.*try again"):
+            ingest.publish("again", root, {})
+    assert "again" not in store.names().bound()
+    publish(store, "again", {"w": known})
+    assert contents(store, "again") == {"w": known}
 
 
 def test_a_pack_that_nfs_took_away_is_missing_and_sought_again(backend: LocalBackend) -> None:
