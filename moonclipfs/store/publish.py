@@ -74,8 +74,8 @@ class Ingest(Intake):
         """Make everything durable and bind the directory object `root` to `path`, as a new version of it.
 
         `check` sees the newest names before the record is written, after each lost race, and may raise to give up.
-        Raises LeaseLostError when this process was taken for dead, MissingObjectError when a pack is gone that held what
-        was found here; nothing was published then.
+        Raises LeaseLostError when this process was taken for dead, MissingObjectError when a pack is gone that held
+        what was found here; nothing was published then.
         """
 
         def guard(names: Names) -> None:
@@ -87,8 +87,8 @@ class Ingest(Intake):
 
         while True:
             self._packs_sink.flush()
-            try:
             self._packs_sink.require_found()
+            try:
                 return self._log.bind(path, root, metadata, check=guard)
             except _CondemnedError:
                 self._condemned.update(self._log.names.condemned())

@@ -119,24 +119,14 @@ class PackSink(_Seen):
 
     def __init__(self, backend: Backend, index: Index, packs: PackReader) -> None:
         super().__init__(index)
+        self._backend = backend
         self._packs = packs
+        self._found_packs: set[str] = set()
+        self._found_bases: set[ObjectId] = set()
         self._writer = PackWriter(backend, self._published)
         self.objects = ObjectReader(self, self, _CACHE_BYTES)
         self._scratch = threading.local()
 
-    def put(self, kind: Kind, raw: Buffer, object_id: ObjectId, hints: Hints) -> Location:
-        """See `Sink.put`."""
-        choice = pick(hints.bases, raw, hints.dtype, self._sample)
-        bases = [] if choice is None else [self._whole(choice)]
-        encoding = encode(raw, hints.dtype, bases)
-        self._backend = backend
-        delta = choice if encoding.base is not None else None
-        self._found_packs: set[str] = set()
-        self._found_bases: set[ObjectId] = set()
-        location = self._writer.add(
-            encoding.data,
-            object_id=object_id,
-            kind=kind,
     def find(self, object_id: ObjectId) -> Location | None:
         """See `Known.find`. What is found counts as referred to: see `require_found`."""
         location = super().find(object_id)
@@ -146,13 +136,23 @@ class PackSink(_Seen):
                 self._found_bases.add(location.base)
         return location
 
+    def put(self, kind: Kind, raw: Buffer, object_id: ObjectId, hints: Hints) -> Location:
+        """See `Sink.put`."""
+        choice = pick(hints.bases, raw, hints.dtype, self._sample)
+        bases = [] if choice is None else [self._whole(choice)]
+        encoding = encode(raw, hints.dtype, bases)
+        delta = choice if encoding.base is not None else None
+        if delta is not None:
+            self._found_bases.add(delta.location.object_id)
+        location = self._writer.add(
+            encoding.data,
+            object_id=object_id,
+            kind=kind,
             raw_length=len(raw),
             dtype=hints.dtype,
             depth=0 if delta is None else delta.location.depth + 1,
             base=NO_ID if delta is None else delta.location.object_id,
             base_start=0 if delta is None else delta.start,
-        if delta is not None:
-            self._found_bases.add(delta.location.object_id)
             label=hints.label,
             sketch=hints.sketch,
             generation=0 if delta is None else delta.generation,
@@ -183,15 +183,6 @@ class PackSink(_Seen):
         """Make all that was put durable, and return the packs it is in."""
         return self._writer.flush()
 
-    def abort(self) -> None:
-        """Throw away what is not published. Harmless after `flush`."""
-        self._writer.abort()
-
-    def read(self, location: Location, offset: int, length: int) -> bytes:
-        """See `reader.Packs.read`."""
-        data = self._writer.read(location, offset, length)
-        return self._packs.read(location, offset, length) if data is None else data
-
     def require_found(self) -> None:
         """After `flush`: raise MissingObjectError unless the packs of all that was found, bases included, are there.
 
@@ -204,6 +195,15 @@ class PackSink(_Seen):
             packs.update(place.pack for place in places)
             bases = {place.base for place in places if place.base != NO_ID} - seen
         require_packs(self._backend, packs)
+
+    def abort(self) -> None:
+        """Throw away what is not published. Harmless after `flush`."""
+        self._writer.abort()
+
+    def read(self, location: Location, offset: int, length: int) -> bytes:
+        """See `reader.Packs.read`."""
+        data = self._writer.read(location, offset, length)
+        return self._packs.read(location, offset, length) if data is None else data
 
     def _sample(self, option: Candidate, offset: int, length: int) -> Buffer:
         out = bytearray(_clipped(option, offset, length))
