@@ -114,6 +114,7 @@ class Store:
         """
         names = self.log.refresh()
         self.index.set_condemned(names.condemned())
+        self.packs.forget_deleted()
         if self.lease is not None:
             self.lease.seen(names.sequence)
         return names
@@ -129,7 +130,6 @@ class Store:
                 return bound[path]
             removed = (
                 f"; its version {versions[-1].number} is still kept: {path}@{versions[-1].number}" if versions else ""
-        self.packs.forget_deleted()
             )
             similar = " or ".join(close_names(path, bound))
             raise NotFoundError(
