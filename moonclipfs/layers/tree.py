@@ -17,6 +17,7 @@ from moonclipfs import limits
 from moonclipfs.errors import CorruptError, NotFoundError
 from moonclipfs.layers.names import Area, Children, Link, NameTree, View, join, path_bytes
 from moonclipfs.store.cache import BoundedCache
+from moonclipfs.store.directories import directory_weight
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, Attributes, Entry, EntryType, ObjectId, Version
@@ -272,7 +273,7 @@ class Tree:
             if not wait:
                 raise NotCachedError
             entries = self._store.directory(object_id)
-            weight = min(len(entries) + 1, limits.DIRECTORY_CACHE_ENTRIES // 2)  # the largest directory is kept too
+            weight = min(directory_weight(entries), limits.DIRECTORY_CACHE_ENTRIES // 2)  # the largest is kept too
             self._directories.put(object_id, entries, weight)
         return entries
 

@@ -68,6 +68,16 @@ def decode_directory(data: Buffer) -> dict[bytes, Entry]:
     return entries
 
 
+def directory_weight(entries: Mapping[bytes, Entry]) -> int:
+    """What a cache counts for a directory: 1, and 1 for each entry, each xattr and each KiB of its texts."""
+    weight = 1 + len(entries)
+    for name, entry in entries.items():
+        xattrs = entry.attributes.xattrs
+        texts = len(name) + len(entry.target) + sum(map(len, xattrs)) + sum(map(len, xattrs.values()))
+        weight += len(xattrs) + texts // limits.KIB
+    return weight
+
+
 def _decode_entry(raw: bytes, at: int) -> tuple[Entry, int]:
     try:
         kind, name_length, target_length, xattr_count, mode, group, uid, gid, mtime, ctime, size, child = (

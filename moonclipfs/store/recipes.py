@@ -83,6 +83,8 @@ def decode_recipe(data: Buffer) -> Recipe:
     view = memoryview(data)
     ids = [bytes(view[at : at + ID_BYTES]) for at in range(_HEAD.size, table_at, ID_BYTES)]
     table = np.frombuffer(view[table_at:literals_at], _EXTENT)
+    if int(table["length"][table["source"] == _LITERAL].astype(object).sum()) > literal_length:
+        raise CorruptError("recipe: two extents share literal bytes")  # in memory each has its own
     extents = []
     for length, source, offset in table.tolist():
         if source == _HOLE:

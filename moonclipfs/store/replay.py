@@ -43,10 +43,12 @@ class State:
         self.sequence = record["sequence"]
         try:
             _APPLY[record["type"]](self, record)
-        except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(
                 f"log record {self.sequence}: it does not fit the records before it ({error!r})"
             ) from error
+        except UsageError as error:
+            raise CorruptError(f"log record {self.sequence}: {error}") from error
 
     def _bind(self, record: Mapping[str, Any]) -> None:
         path, number = check_path(record["path"]), record["number"]

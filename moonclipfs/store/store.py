@@ -14,7 +14,7 @@ from moonclipfs.formats.sniff import parse
 from moonclipfs.store.backend import LocalBackend
 from moonclipfs.store.cache import BoundedCache
 from moonclipfs.store.config import create_store, load_config
-from moonclipfs.store.directories import decode_directory
+from moonclipfs.store.directories import decode_directory, directory_weight
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.hostfs import index_path as default_index_path
 from moonclipfs.store.index import Index
@@ -150,7 +150,7 @@ class Store:
         entries = self._directories.get(object_id)
         if entries is None:
             entries = decode_directory(self.objects.load(object_id, Kind.DIRECTORY))
-            self._directories.put(object_id, entries, len(entries) + 1)
+            self._directories.put(object_id, entries, directory_weight(entries))
         return entries
 
     def lookup(self, version: Version, path: bytes) -> Entry:
@@ -182,8 +182,10 @@ class Store:
             raise UsageError(f"{os.fsdecode(entry.name)} is no file")
         recipe = _EMPTY if entry.child == NO_ID else self._recipes.get(entry.child)
         if recipe is None:
-            recipe = decode_recipe(self.objects.load(entry.child, Kind.RECIPE))
-            self._recipes.put(entry.child, recipe, len(recipe.extents) + 1)
+            data = self.objects.load(entry.child, Kind.RECIPE)
+            recipe = decode_recipe(data)
+            # An extent takes about 256 bytes, beside the literal bytes that it may have.
+            self._recipes.put(entry.child, recipe, len(recipe.extents) + len(data) // 256 + 1)
         if recipe.size != entry.size:
             raise CorruptError(f"{os.fsdecode(entry.name)}: {entry.size} bytes, but a recipe of {recipe.size}")
         return recipe
