@@ -90,6 +90,7 @@ def plan(names: Names, rules: Rules) -> Plan:
     """
     _check(rules)
     versions = sorted(names.all_versions(), key=lambda version: version.sequence)
+    _check_names(versions, rules)
     pinned = _select(versions, rules.pinned)
     chosen = _select(versions, rules.names) if rules.names else versions
     if not rules.has_keep_rule:
@@ -114,25 +115,42 @@ def _check(rules: Rules) -> None:
             raise UsageError(f"{option} {value}: must be 1 or more; to remove everything, name it")
     if not rules.names and not rules.has_keep_rule:
         raise UsageError("nothing to forget: give names, or --keep-last or --keep-every")
-    if rules.has_keep_rule and (single := [name for name in rules.names if parse_spec(name)[1] is not None]):
-        raise UsageError(f"{single[0]} is one version, while --keep-last and --keep-every choose among names")
+
+
+def _check_names(versions: Sequence[Version], rules: Rules) -> None:
+    for name in rules.names if rules.has_keep_rule else ():
+        if parse_spec(name)[1] is not None and not _called(versions, name):
+            raise UsageError(f"{name} is one version, while --keep-last and --keep-every choose among names")
 
 
 def _select(versions: Sequence[Version], patterns: Iterable[str]) -> list[Version]:
     """The versions that any pattern names, in their order. Raises NotFoundError for a pattern that names none."""
     found: set[int] = set()
     for pattern in patterns:
-        path, number = parse_spec(pattern)
-        matching = {
-            at
-            for at, version in enumerate(versions)
-            if number in (None, version.number)
-            and (version.path == path or version.path.startswith(path + "/") or fnmatchcase(version.path, path))
-        }
+        matching = _matching(versions, pattern)
         if not matching:
             raise NotFoundError(f"no snapshot is called {pattern!r}; `moonclipfs ls` lists them")
         found |= matching
     return [versions[at] for at in sorted(found)]
+
+
+def _matching(versions: Sequence[Version], pattern: str) -> set[int]:
+    """Places of the versions that a pattern stands for. What is a name is never read as `NAME@N` or as a glob."""
+    if named := _called(versions, pattern):
+        return named
+    path, number = parse_spec(pattern)
+    candidates = _called(versions, path, below=number is None) or {
+        at for at, version in enumerate(versions) if fnmatchcase(version.path, path)
+    }
+    return {at for at in candidates if number in (None, versions[at].number)}
+
+
+def _called(versions: Sequence[Version], path: str, *, below: bool = True) -> set[int]:
+    """Places of the versions at a path, and of those below it."""
+    prefix = path + "/"
+    return {
+        at for at, version in enumerate(versions) if version.path == path or (below and version.path.startswith(prefix))
+    }
 
 
 def _explicit(chosen: Iterable[Version], pinned: Iterable[Version]) -> Plan:

@@ -18,7 +18,9 @@ from moonclipfs.errors import MoonclipError
 from moonclipfs.store import retention
 from moonclipfs.store.log import Names
 from moonclipfs.store.replay import State
+from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID
+from tests.store import kit
 
 CASES = sorted((Path(__file__).parent / "retention_cases").glob("*.json"))
 
@@ -110,3 +112,19 @@ def test_whatever_the_rules(
     again = Names(state)
     if any(again.all_versions()):
         assert not retention.plan(again, rules).drop
+
+
+def test_a_name_is_never_read_as_a_pattern_or_a_version(store: Store) -> None:
+    for path in ("sweep/lr[1]", "sweep/lr1", "a", "a", "a@2", "b/x*", "b/xy"):
+        kit.publish(store, path, {"f": path.encode() * 40})
+
+    def dropped(*names: str) -> list[str]:
+        return [f"{v.path}@{v.number}" for v in retention.plan(store.names(), retention.Rules(names=names)).drop]
+
+    assert dropped("sweep/lr[1]") == ["sweep/lr[1]@1"]
+    assert dropped("a@2") == ["a@2@1"]
+    assert dropped("a@1") == ["a@1"]
+    assert dropped("b/x*") == ["b/x*@1"]
+    assert dropped("sweep/lr?") == ["sweep/lr1@1"]
+    assert dropped("sweep/*@1") == ["sweep/lr[1]@1", "sweep/lr1@1"]
+    assert dropped("b") == ["b/x*@1", "b/xy@1"]
