@@ -66,7 +66,7 @@ def _verify(store: Store, quick: bool, contents: bool, progress: Callable[[int, 
     if contents:
         problems += _check_contents(store, versions)
     encoded = 0 if quick else int(table.entries["encoded_length"].sum())
-    return VerifyReport(quick, len(versions), len(table.names), len(table.ids), encoded, problems)
+    return VerifyReport(quick, len(versions), len(table.names), len(table.entries), encoded, problems)
 
 
 def _check_log(store: Store, names: Names) -> Iterator[Problem]:

@@ -58,9 +58,9 @@ def _exclusive(store: Store, versions: Sequence[tuple[str, int]]) -> int | None:
     survey = Survey(store)
     survey.mark(without=versions)
     table = survey.footers.table()
-    kept = int(table.stored[survey.measure(table).primary].sum())
+    kept = int(table.stored[survey.measure(table).needed].sum())
     try:
         survey.mark()
     except CorruptError:
         return None
-    return int(table.stored[survey.measure(table).primary].sum()) - kept
+    return int(table.stored[survey.measure(table).needed].sum()) - kept

@@ -31,12 +31,12 @@ from moonclipfs.store.backend import os_errors
 from moonclipfs.store.leases import Lease, LeaseState, live_leases
 from moonclipfs.store.log import Names
 from moonclipfs.store.packs import pack_key
-from moonclipfs.store.reachable import PackTable
+from moonclipfs.store.reachable import PackTable, Rows
 from moonclipfs.store.records import record_name
 from moonclipfs.store.repack import copy_objects
 from moonclipfs.store.store import Store
 from moonclipfs.store.survey import Survey
-from moonclipfs.store.waste import Rows, Waste, removable
+from moonclipfs.store.waste import Waste, removable
 
 _POLL_SECONDS = 0.1
 _OWNER_CHARACTERS = 32
@@ -90,12 +90,14 @@ def collect(
         return preview(store)
     if store.lease is None or not store.write:
         raise UsageError(f"{store.path} is open for reading only")
+    run = _Run(store, store.lease, progress, repack)
     try:
         try:
-            return _Run(store, store.lease, progress, repack).run(wait_seconds)
+            return run.run(wait_seconds)
         except NoSpaceError:
             reserve.release(store.path)
-            return _Run(store, store.lease, progress, repack, disk_full=True).run(wait_seconds)
+            run.reserve_released = True
+            return run.run(wait_seconds)
     finally:
         reserve.take(store.path)
 
@@ -127,38 +129,37 @@ def preview(store: Store, without: Collection[tuple[str, int]] = ()) -> GcReport
     gone = [*waste.whole, *waste.partial, *condemned]
     report.deleted_packs = len(gone)
     report.deleted_bytes = int(table.sizes[gone].sum())
-    copied = waste.primary & np.isin(table.pack, [*waste.partial, *condemned])
+    copied = waste.needed & np.isin(table.pack, [*waste.partial, *condemned])
     report.copied_bytes = int(table.stored[copied].sum())
     report.problems = list(survey.footers.damaged.values())
     return report
 
 
 def _count(report: GcReport, table: PackTable, waste: Waste) -> None:
-    report.live_objects = int(waste.primary.sum())
-    report.live_bytes = int(table.stored[waste.primary].sum())
+    report.live_objects = int(waste.needed.sum())
+    report.live_bytes = int(table.stored[waste.needed].sum())
     report.dead_bytes = int(waste.dead.sum())
 
 
 class _Run:
-    """One run: cycles of copying, condemning and deleting, until there is nothing more to condemn."""
+    """Cycles of copying, condemning and deleting, until there is nothing more to condemn."""
 
-    def __init__(
-        self, store: Store, lease: Lease, progress: Callable[[int, int], None], repack: bool, *, disk_full: bool = False
-    ) -> None:
+    def __init__(self, store: Store, lease: Lease, progress: Callable[[int, int], None], repack: bool) -> None:
         self._store = store
         self._lease = lease
         self._progress = progress
         self._repack = repack
-        self._disk_full = disk_full
         self._survey = Survey(store)
         self._report = GcReport()
+        self._counted = False
         self._copied = self._to_copy = 0
+        self.reserve_released = False
+        """Whether there is nothing left to give back when the disk is full."""
 
     def run(self, wait_seconds: float) -> GcReport:
+        """Do all that can be done. After NoSpaceError it may be called again, and goes on."""
         report = self._report
-        first = True
-        while self._cycle(first):
-            first = False
+        while self._cycle():
             self._delete(0.0)
         self._delete(wait_seconds)
         report.leftovers = self._remove_leftovers()
@@ -168,7 +169,7 @@ class _Run:
 
     # Deciding
 
-    def _cycle(self, first: bool) -> bool:
+    def _cycle(self) -> bool:
         """Condemn some packs, after copying what is needed of them; False when there are none."""
         young = self._young_ns()
         self._store.names()
@@ -176,8 +177,9 @@ class _Run:
             self._survey.mark()
             table = self._survey.footers.table()
             waste = self._survey.measure(table, young)
-            if first:
+            if not self._counted:
                 _count(self._report, table, waste)
+                self._counted = True
             rows, victims = self._choose(table, waste)
             if not len(rows) and not victims:
                 return False
@@ -210,7 +212,7 @@ class _Run:
             return np.zeros(0, np.int64), [table.names[number] for number in waste.whole]
         if not self._repack:
             return np.zeros(0, np.int64), []
-        stored = np.bincount(table.pack[waste.primary], table.stored[waste.primary], len(table.names))
+        stored = np.bincount(table.pack[waste.needed], table.stored[waste.needed], len(table.names))
         disk = os.statvfs(self._store.path)
         room = min(limits.REPACK_BYTES, disk.f_bavail * disk.f_frsize // 2)
         chosen: list[int] = []
@@ -219,7 +221,7 @@ class _Run:
                 break
             chosen.append(number)
         self._to_copy = max(self._to_copy, self._copied + int(stored[waste.partial].sum()))
-        rows = np.flatnonzero(waste.primary & np.isin(table.pack, chosen))
+        rows = np.flatnonzero(waste.needed & np.isin(table.pack, chosen))
         return rows, [table.names[number] for number in chosen]
 
     def _copy(self, table: PackTable, rows: Rows, victims: list[str]) -> list[str]:
@@ -234,7 +236,7 @@ class _Run:
         try:
             copied = copy_objects(self._store, (table.location(int(row)) for row in rows), tell)
         except NoSpaceError as error:
-            if not self._disk_full:
+            if not self.reserve_released:
                 raise
             self._repack = False
             self._report.problems.append(f"too little space to repack: {error}")
@@ -267,23 +269,25 @@ class _Run:
     def _delete(self, wait_seconds: float) -> None:
         """Delete the condemned packs that nobody can use any more."""
         deadline = time.monotonic() + wait_seconds
-        while True:
-            waiting, blockers = self._delete_free()
-            if not waiting or time.monotonic() >= deadline:
-                break
+        waiting, blockers = self._delete_free()
+        while waiting and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
+            waiting, blockers = self._delete_free()
+        if waiting and wait_seconds:
+            # Takes long only where a process of another host may be dead, which must be watched to be known.
+            waiting, blockers = self._delete_free(limits.LEASE_SILENCE_SECONDS + 1)
         self._report.waiting_packs = len(waiting)
         self._report.waiting_bytes = sum(waiting.values())
         self._report.waiting_for = [_describe(lease) for lease in blockers.values()]
 
-    def _delete_free(self) -> tuple[dict[str, int], dict[str, LeaseState]]:
+    def _delete_free(self, patience: float = 0.0) -> tuple[dict[str, int], dict[str, LeaseState]]:
         """Delete what can go now; returns the sizes of packs that cannot, and the leases in the way."""
         # A crash must not undo a `forget` of another process because of which something is deleted here.
         self._store.log.settle(self._survey.mark())
         table = self._survey.footers.table()
         condemned = {pack: record for pack, record in self._survey.condemned.items() if pack in table.numbers}
         free = removable(table, self._survey.needed.ids(), (), list(condemned))
-        leases = live_leases(self._store.path)
+        leases = live_leases(self._store.path, patience)
         waiting: dict[str, int] = {}
         blockers: dict[str, LeaseState] = {}
         for pack, record in condemned.items():

@@ -93,11 +93,11 @@ class Index:
         """Return where objects are; those that are in no pack are left out.
 
         With `usable`, only encodings that something new may refer to: neither they nor any base behind them lie in
-        condemned packs or are missing. Such an answer holds if the names were read, given to `set_condemned`, and
-        followed by `sync`, all after a lease began to hold the log's state.
+        condemned packs or are missing, and the bases are CHAIN_DEPTH at most. Such an answer holds if the names were
+        read, given to `set_condemned`, and followed by `sync`, all after a lease began to hold the log's state.
         """
         wanted = set(ids)
-        return self._database.run(lambda connection: self._find(connection, wanted, usable, limits.CHAIN_READ_DEPTH))
+        return self._database.run(lambda connection: self._find(connection, wanted, usable, limits.CHAIN_DEPTH))
 
     def locate(self, object_id: ObjectId) -> Location:
         """Return where an object is that must be somewhere: looks for new packs, and makes the index anew, if need be.
@@ -115,6 +115,15 @@ class Index:
         if location is None:
             raise MissingObjectError(f"object {object_id.hex()} is in no pack of {self._backend.path('packs')}")
         return location
+
+    def copies(self, object_id: ObjectId) -> list[Location]:
+        """Return all places of an object, the best first, after a look for new packs. Bases may be missing."""
+
+        def look(connection: sqlite3.Connection) -> list[Location]:
+            self._sync(connection)
+            return self._candidates(connection, {object_id}).get(object_id, [])
+
+        return self._database.run(look)
 
     def relocate(self, location: Location) -> Location | None:
         """Return a better answer than `location`, whose bytes were not there or not right; None when there is none.
@@ -233,7 +242,7 @@ class Index:
             found: dict[ObjectId, Location] = {}
             cursor = connection.execute(f"{_ENTRIES} WHERE {column} = ? ORDER BY row DESC", (value,))
             while len(found) < limit and (rows := cursor.fetchmany(limit)):
-                for location in self._usable(connection, list(_locations(rows)), limits.CHAIN_READ_DEPTH):
+                for location in self._usable(connection, list(_locations(rows)), limits.CHAIN_DEPTH):
                     found.setdefault(location.object_id, location)
             return list(found.values())[:limit]
 

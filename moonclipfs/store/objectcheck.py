@@ -28,13 +28,12 @@ class ObjectCheck:
         self._table = table
         self.broken: dict[ObjectId, Problem] = {}
         self.problems: list[Problem] = []
-        closure = table.closure(needed, np.ones(len(table.names), np.bool_))
-        self._live = closure.live
+        closure = table.closure(needed, table.choose(np.zeros(len(table.names), np.bool_)))
         for object_id in closure.missing:
             missing = self._report(ProblemKind.MISSING, f"object {object_id.hex()}", "it is in no pack")
             self.broken[object_id] = missing
         bases = table.bases(np.flatnonzero(closure.live))
-        for object_id in bases:
+        for object_id in closure.unresolved:
             self._follow(object_id, bases)
 
     def audit(self, progress: Callable[[int, int], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 
-from moonclipfs.errors import BusyError
+from moonclipfs.errors import BusyError, MissingObjectError
 from moonclipfs.formats.cut import CutRules
 from moonclipfs.store.backend import Backend
 from moonclipfs.store.directories import decode_directory
@@ -14,6 +14,7 @@ from moonclipfs.store.ingest import Intake
 from moonclipfs.store.leases import Lease
 from moonclipfs.store.log import Log, Names
 from moonclipfs.store.packs import PackReader
+from moonclipfs.store.reader import Chain, ObjectReader
 from moonclipfs.store.recipes import decode_recipe
 from moonclipfs.store.sinks import PackSink
 from moonclipfs.types import NO_ID, EntryType, Kind, ObjectId, Version
@@ -97,8 +98,16 @@ class Ingest(Intake):
 
     def _rescue(self, root: ObjectId) -> None:
         """Store again whatever `root` needs that lies in condemned packs. They exist still: our lease keeps them."""
-        for object_id in self._needed(root):
-            self._copy_chain(object_id)
+        # Packs that were condemned before we came may have gone since: without them, and without memory of them.
+        self._index.sync()
+        reader = ObjectReader(self._packs_sink, self._packs_sink, 0)
+        copied: set[ObjectId] = set()
+        try:
+            for object_id in self._needed(root):
+                if self._index.find(object_id, usable=True) is None:
+                    self._copy_chain(reader.chain(object_id), copied)
+        except MissingObjectError as error:
+            raise BusyError(f"what this refers to was reclaimed meanwhile; try again ({error})") from error
 
     def _needed(self, root: ObjectId) -> Iterable[ObjectId]:
         """Every object that `root` leads to, itself included; their bases are not."""
@@ -117,15 +126,10 @@ class Ingest(Intake):
                     seen.add(entry.child)
                     todo.append((entry.child, entry.type))
 
-    def _copy_chain(self, object_id: ObjectId) -> None:
-        """Copy an object and the bases behind it, as encoded, out of condemned packs."""
-        seen = set()
-        while object_id != NO_ID and self._index.find(object_id, usable=True) is None:
-            if object_id in seen:
-                # Its only other encoding hangs on what hangs on it. A second try encodes both anew.
-                raise BusyError(f"object {object_id.hex()} was reclaimed while it was used: try again")
-            seen.add(object_id)
-            location = self._packs_sink.locate(object_id)
-            if location.pack in self._condemned:
-                location = self._packs_sink.copy(location)
-            object_id = location.base
+    def _copy_chain(self, chain: Chain, copied: set[ObjectId]) -> None:
+        """Copy an object and the bases behind it, as encoded, out of condemned packs, unless they are in `copied`."""
+        for link in chain:
+            location = link.location
+            if location.pack in self._condemned and location.object_id not in copied:
+                self._packs_sink.copy(location)
+                copied.add(location.object_id)

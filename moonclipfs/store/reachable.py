@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moonclipfs import limits
 from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store.backend import Backend
 from moonclipfs.store.packfile import ENTRY, RECORD_BYTES
@@ -20,7 +22,16 @@ from moonclipfs.store.store import Store
 from moonclipfs.types import ID_BYTES, NO_ID, EntryType, ObjectId, Version
 
 _ID = f"S{ID_BYTES}"
-_NO_ROWS = np.zeros(0, np.int64)
+_NO_BASE = -1
+_ABSENT = -2
+_GOING = 1 << 20
+_CONDEMNED = 1 << 40
+_NEVER = 1 << 60
+"""Costs: of a copy in a pack that is about to go, in one that is condemned, and of what cannot be decoded."""
+
+Rows = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
 OBJECT_OVERHEAD = RECORD_BYTES + ENTRY.itemsize
 """Bytes that an object takes in its pack beside the encoding."""
 
@@ -117,7 +128,7 @@ class Footers:
 
 
 class PackTable:
-    """Every object that any pack holds, one row each copy, sorted by id; packs are numbers into `names`."""
+    """Every object that any pack holds, one row each copy, sorted by id; packs and objects are numbers."""
 
     def __init__(
         self,
@@ -135,12 +146,18 @@ class PackTable:
         order = np.argsort(entries["id"].view(_ID), kind="stable")
         self.entries = entries[order]
         self.pack = packs[order]
-        self.ids = np.ascontiguousarray(self.entries["id"]).view(_ID)
-        self._bases = np.ascontiguousarray(self.entries["base"]).view(_ID)
         self.stored = self.entries["encoded_length"].astype(np.int64) + OBJECT_OVERHEAD
         """Bytes that each row takes in its pack."""
+        ids = np.ascontiguousarray(self.entries["id"]).view(_ID)
+        new = np.ones(len(ids), np.bool_)
+        new[1:] = ids[1:] != ids[:-1]
+        self._first = np.flatnonzero(new)
+        self._ids = ids[self._first]
+        self._object = np.repeat(np.arange(len(self._first)), np.diff(self._first, append=len(ids)))
+        bases = np.ascontiguousarray(self.entries["base"]).view(_ID)
+        self._base = np.where(bases == b"", _NO_BASE, self._lookup(bases))
 
-    def mask(self, packs: Collection[str]) -> NDArray[np.bool_]:
+    def mask(self, packs: Collection[str]) -> Flags:
         """One flag a pack: whether it is among `packs`."""
         flags = np.zeros(len(self.names), np.bool_)
         flags[[self.numbers[pack] for pack in packs if pack in self.numbers]] = True
@@ -150,81 +167,89 @@ class PackTable:
         """Where the object of a row is. Raises CorruptError for a kind or dtype that is not known."""
         return Location.from_entry(self.names[self.pack[row]], self.entries[row].tobytes())
 
-    def first_rows(self) -> NDArray[np.bool_]:
-        """One flag a row: whether it is the first of its object."""
-        first = np.ones(len(self.ids), np.bool_)
-        first[1:] = self.ids[1:] != self.ids[:-1]
-        return first
-
     def raw_lengths(self, ids: Sequence[ObjectId]) -> list[int | None]:
         """The decoded length of each of `ids`; None for one that no pack holds."""
-        wanted = np.frombuffer(b"".join(ids), _ID)
-        low = np.searchsorted(self.ids, wanted, "left")
-        found = low < np.searchsorted(self.ids, wanted, "right")
-        return [
-            int(self.entries["raw_length"][row]) if there else None
-            for row, there in zip(low.tolist(), found.tolist(), strict=True)
-        ]
+        found = self._lookup(np.frombuffer(b"".join(ids), _ID)).tolist()
+        lengths = self.entries["raw_length"]
+        return [None if number < 0 else int(lengths[self._first[number]]) for number in found]
 
-    def bases(self, rows: NDArray[np.int64]) -> dict[ObjectId, ObjectId]:
-        """The base of each object of `rows` that has one, by the copy that readers take: the one of least depth."""
-        rows = rows[np.lexsort((self.entries["depth"][rows], self.ids[rows]))]
-        first = np.ones(len(rows), np.bool_)
-        first[1:] = self.ids[rows][1:] != self.ids[rows][:-1]
-        rows = rows[first]
-        rows = rows[self._bases[rows] != b""]
-        return dict(zip(_to_ids(self.ids[rows]), _to_ids(self._bases[rows]), strict=True))
+    def bases(self, rows: Rows) -> dict[ObjectId, ObjectId]:
+        """The base of each object of `rows` that has one."""
+        rows = rows[self._base[rows] != _NO_BASE]
+        return dict(zip(_to_ids(self.entries["id"][rows]), _to_ids(self.entries["base"][rows]), strict=True))
 
-    def closure(self, ids: Iterable[ObjectId], usable: NDArray[np.bool_]) -> Closure:
-        """The copies of `ids`, and of all bases behind these copies.
+    def choose(self, condemned: Flags, going: Flags | None = None) -> Choice:
+        """Choose the copy of each object that is to stay, so that the bases behind each lead to a full encoding.
 
-        `usable` has a flag for each pack. All usable copies of an object count, since a reader may take any of them;
-        the copies in other packs count only when there is none.
+        `condemned` and `going` have a flag a pack: copies there, and what needs such ones, are chosen only when there
+        is nothing else, condemned ones last. Otherwise the fewest bases decide, then the newest pack.
         """
-        live = np.zeros(len(self.ids), np.bool_)
-        missing: set[ObjectId] = set()
-        wanted = np.unique(np.frombuffer(b"".join(ids), _ID))
-        while len(wanted):
-            rows, absent = self._copies(wanted, usable)
-            missing.update(_to_ids(absent))
-            rows = rows[~live[rows]]
-            live[rows] = True
-            bases = self._bases[rows]
-            wanted = np.unique(bases[bases != b""])
-            wanted = wanted[~self._reached(wanted, live)]
-        return Closure(live, sorted(missing))
+        # Two copies of an object may have different bases, and one of them may need the object itself by now. The
+        # chosen copy of a base always costs less than what needs it, so the chosen ones never lead back.
+        price = condemned * _CONDEMNED if going is None else condemned * _CONDEMNED + going * _GOING
+        own = price[self.pack]
+        cost = np.full(len(self._first), _NEVER, np.int64)
+        each = np.zeros(0, np.int64)
+        for _ in range(limits.CHAIN_READ_DEPTH + 1):
+            behind = np.where(self._base == _NO_BASE, 0, _NEVER)
+            there = self._base >= 0
+            behind[there] = cost[self._base[there]] + 1
+            each = np.minimum(own + behind, _NEVER)
+            best = np.minimum.reduceat(each, self._first) if len(each) else cost
+            if (best == cost).all():
+                break
+            cost = best
+        order = np.lexsort((-self.pack, each, self._object))
+        return Choice(order[self._first], cost < _NEVER)
 
-    def _copies(
-        self, wanted: NDArray[np.bytes_], usable: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bytes_]]:
-        """Rows of the copies that count, and the ids that have none."""
-        low = np.searchsorted(self.ids, wanted, "left")
-        counts = np.searchsorted(self.ids, wanted, "right") - low
-        group = np.repeat(np.arange(len(wanted)), counts)
-        if not len(group):
-            return _NO_ROWS, wanted
-        rows = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts) + low[group]
-        good = usable[self.pack[rows]]
-        has_good = np.bincount(group[good], minlength=len(wanted)) > 0
-        return rows[good | ~has_good[group]], wanted[counts == 0]
+    def closure(self, ids: Iterable[ObjectId], choice: Choice) -> Closure:
+        """The chosen copies of `ids`, and of all bases behind these; all copies of an object that cannot be decoded."""
+        wanted = np.frombuffer(b"".join(ids), _ID)
+        numbers = self._lookup(wanted)
+        missing = set(_to_ids(wanted[numbers < 0]))
+        live = np.zeros(len(self._first), np.bool_)
+        rows_live = np.zeros(len(self.entries), np.bool_)
+        numbers = np.unique(numbers[numbers >= 0])
+        while len(numbers):
+            live[numbers] = True
+            rows = choice.rows[numbers]
+            broken = numbers[~choice.resolved[numbers]]
+            if len(broken):
+                rows = np.concatenate([rows, np.flatnonzero(np.isin(self._object, broken))])
+            rows_live[rows] = True
+            bases = self._base[rows]
+            missing.update(_to_ids(self.entries["base"][rows[bases == _ABSENT]]))
+            numbers = np.unique(bases[bases >= 0])
+            numbers = numbers[~live[numbers]]
+        unresolved = _to_ids(self._ids[live & ~choice.resolved])
+        return Closure(rows_live, sorted(missing), unresolved)
 
-    def _reached(self, wanted: NDArray[np.bytes_], live: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which of `wanted` have a live row: of one object, either all rows that count are live or none."""
-        low = np.searchsorted(self.ids, wanted, "left")
-        counts = np.searchsorted(self.ids, wanted, "right") - low
-        total = np.concatenate([[0], np.cumsum(live)])
-        reached: NDArray[np.bool_] = total[low + counts] > total[low]
-        return reached
+    def _lookup(self, ids: NDArray[np.bytes_]) -> NDArray[np.int64]:
+        """The number of each object, or _ABSENT."""
+        if not len(self._ids):
+            return np.full(len(ids), _ABSENT, np.int64)
+        at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
+        return np.where(self._ids[at] == ids, at, _ABSENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """For each object the row that stays, and whether it can be decoded: a chain of bases leads to a full encoding."""
+
+    rows: Rows
+    resolved: Flags
 
 
 @dataclass(frozen=True, slots=True)
 class Closure:
-    """`live` has a flag for each row of the table; `missing` are objects that no pack holds."""
+    """`live` has a flag for each row of the table. `missing` are objects that no pack holds, `unresolved` those that
+    are there but cannot be decoded, since what they are encoded against is missing or leads back to them."""
 
-    live: NDArray[np.bool_]
+    live: Flags
     missing: list[ObjectId]
+    unresolved: list[ObjectId]
 
 
-def _to_ids(found: NDArray[np.bytes_]) -> list[ObjectId]:
+def _to_ids(found: NDArray[Any]) -> list[ObjectId]:
     raw = found.tobytes()
     return [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]

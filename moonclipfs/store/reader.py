@@ -22,6 +22,8 @@ _HEAD_GUESS = 4 * limits.KIB
 """Bytes read at once to find the head of an object."""
 _LINK_BYTES = 1 * limits.KIB
 """Memory that a parsed head takes beside its bytes, about."""
+_SEARCH_HEADS = 256
+"""Heads read at most to find a chain that ends, when the first one does not."""
 _RUN_BLOCKS = 16
 """Blocks decoded by one call at most: it bounds the buffers of a chain to this many blocks a link."""
 _MAX_BYTES = {
@@ -36,6 +38,10 @@ class Places(Protocol):
 
     def locate(self, object_id: ObjectId) -> Location:
         """Return where an object is. Raises MissingObjectError."""
+        ...
+
+    def copies(self, object_id: ObjectId) -> list[Location]:
+        """Return all places of an object, the best first."""
         ...
 
     def relocate(self, location: Location) -> Location | None:
@@ -144,6 +150,35 @@ class ObjectReader:
         return self._mending(lambda: self._chain(object_id))
 
     def _chain(self, object_id: ObjectId) -> Chain:
+        try:
+            return self._first_chain(object_id)
+        except (MissingObjectError, DeltaCycleError):
+            # An object may be stored twice, against bases of which one is gone by now, or was stored against it later.
+            chain = self._other_chain(object_id, (), [_SEARCH_HEADS])
+            if chain is None:
+                raise
+            for link in chain:
+                self._keep_link(link)
+            return chain
+
+    def _other_chain(self, object_id: ObjectId, above: tuple[ObjectId, ...], heads_left: list[int]) -> Chain | None:
+        """A chain that ends, over any copies of the objects in it; `above` are those that it comes from."""
+        for location in self._places.copies(object_id):
+            if heads_left[0] <= 0 or location.base in (object_id, *above) or len(above) > limits.CHAIN_READ_DEPTH:
+                continue
+            heads_left[0] -= 1
+            try:
+                link = self._read_link(location)
+            except _BadLinkError:
+                continue
+            if location.base == NO_ID:
+                return (link,)
+            rest = self._other_chain(location.base, (*above, object_id), heads_left)
+            if rest is not None:
+                return (link, *rest)
+        return None
+
+    def _first_chain(self, object_id: ObjectId) -> Chain:
         links = [self._link(object_id)]
         seen = {object_id}
         while (base := links[-1].location.base) != NO_ID:
@@ -170,7 +205,7 @@ class ObjectReader:
                 left -= 1
 
     def _mend(self, bad: _BadLinkError) -> bool:
-        """Look for another place of an object; False when there is none."""
+        """Look for another place of an object; False when there is nothing else to try."""
         location = bad.location
         self._links.drop(location.object_id)
         if not isinstance(bad.error, MissingObjectError):
@@ -178,7 +213,10 @@ class ObjectReader:
             if self._doubted.get(location.pack):
                 return False
             self._doubted.put(location.pack, True)
-        better = self._places.relocate(location)
+        try:
+            better = self._places.relocate(location)
+        except MissingObjectError:
+            return True  # what it is a base of may have other copies, against another base
         if better is None:
             return False
         try:

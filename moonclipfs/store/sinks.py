@@ -109,6 +109,11 @@ class _Seen:
         """See `reader.Places.locate`."""
         return self._fresh.find(object_id) or self._index.locate(object_id)
 
+    def copies(self, object_id: ObjectId) -> list[Location]:
+        """See `reader.Places.copies`."""
+        fresh = self._fresh.find(object_id)
+        return [*([] if fresh is None else [fresh]), *self._index.copies(object_id)]
+
     def relocate(self, location: Location) -> Location | None:
         """See `reader.Places.relocate`."""
         return self._index.relocate(location)

@@ -44,8 +44,9 @@ class Survey:
 
     def measure(self, table: PackTable, young_ns: int | None = None) -> Waste:
         """Tell needed from dead. Packs as young as `young_ns`, damaged and unreadable ones are spared."""
-        usable = ~table.mask(self.condemned)
+        condemned = table.mask(self.condemned)
         spared = table.mask([*self.footers.damaged, *self.left_alone])
         if young_ns is not None:
             spared |= table.modified_ns >= young_ns
-        return measure(table, table.closure(self.needed.ids(), usable), usable, spared)
+        closure = table.closure(self.needed.ids(), table.choose(condemned))
+        return measure(table, closure, condemned, spared)

@@ -60,18 +60,17 @@ def du(store: Store, versions: Collection[Version]) -> SetUsage:
     survey = Survey(store)
     names = survey.mark()
     table = survey.footers.table()
-    usable = ~table.mask(survey.condemned)
-    primary = survey.measure(table).primary
+    choice = table.choose(table.mask(survey.condemned))
     kept = list(names.all_versions())
     asked = {(version.path, version.number) for version in versions}
     together = np.zeros(len(table.entries), np.int32)
-    users = np.zeros(len(table.ids), np.int32)
-    user = np.zeros(len(table.ids), np.int32)
+    users = np.zeros(len(table.entries), np.int32)
+    user = np.zeros(len(table.entries), np.int32)
     stored = {}
     for number, version in enumerate(kept):
         needed = Needed()
         needed.add_version(store, version)
-        rows = np.flatnonzero(table.closure(needed.ids(), usable).live & primary)
+        rows = np.flatnonzero(table.closure(needed.ids(), choice).live)
         users[rows] += 1
         user[rows] = number
         together[rows] += (version.path, version.number) in asked
@@ -163,7 +162,7 @@ def stats(store: Store) -> StoreStats:
     found.dead = int(waste.dead.sum())
     found.overhead = found.pack_bytes - int(table.stored.sum())
     used = _count_files(store, list(names.all_versions()), found)
-    _count_objects(table, waste.primary.nonzero()[0].tolist(), used, found)
+    _count_objects(table, waste.needed.nonzero()[0].tolist(), used, found)
     return found
 
 

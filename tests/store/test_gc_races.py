@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from moonclipfs.errors import LeaseLostError
+from moonclipfs.errors import BusyError, LeaseLostError
 from moonclipfs.store.check import verify
-from moonclipfs.store.gc import GcReport, collect
+from moonclipfs.store.gc import GcReport, collect, preview
 from moonclipfs.store.repack import copy_objects
 from moonclipfs.store.store import Store
 from moonclipfs.types import Attributes, BytesSource, Entry, EntryType, ObjectId
@@ -317,3 +318,71 @@ def test_copies_that_two_gcs_rely_on_are_never_condemned_together(store: Store, 
     quick_gc(store)
     assert packs(store) == {old}
     assert_whole(store, {"a": {"f": noise(1)}})
+
+
+def _life(root: Path, seed: int, steps: int) -> None:
+    """Two processes that add, forget, remove, collect and pause in the middle of adds, in any order."""
+    chooser = random.Random(seed)
+    pool = [noise(number) for number in range(12)] + series(6, 2000, seed=seed)
+    kept: dict[tuple[str, int], dict[str, bytes]] = {}
+    Store.create(root / "store").close()
+    with (
+        Store.open(root / "store", write=True, index_path=root / "a.sqlite", cache_bytes=0) as one,
+        Store.open(root / "store", write=True, index_path=root / "b.sqlite", cache_bytes=0) as two,
+    ):
+        stores = [one, two]
+        waiting: dict[int, tuple[Adding, dict[str, bytes]]] = {}
+        for store in stores:
+            store.backend.ops = UnsyncedOps()
+        for _ in range(steps):
+            which = chooser.randrange(2)
+            store = stores[which]
+            action = chooser.choice(
+                ["add", "add", "begin", "end", "end", "forget", "forget", "remove", "gc", "gc", "look"]
+            )
+            name = chooser.choice("pqrs")
+            files = {str(number): data for number, data in enumerate(chooser.sample(pool, chooser.randint(1, 4)))}
+            if action == "add":
+                kept[name, publish(store, name, files).number] = files
+            elif action == "begin" and which not in waiting:
+                waiting[which] = Adding(store, files), files
+            elif action == "end" and which in waiting:
+                adding, files = waiting.pop(which)
+                try:
+                    adding.publish(name)
+                    kept[name, store.names().versions(name)[-1].number] = files
+                except BusyError:
+                    pass  # gc took what it was encoded against, and nothing was published: it is to be added anew
+            elif action == "forget" and kept:
+                some = chooser.sample(sorted(kept), min(len(kept), 2))
+                store.log.forget(some)
+                for each in some:
+                    del kept[each]
+            elif action == "remove" and name in store.names().bound():
+                store.log.unbind([name])
+            elif action == "gc":
+                quick_gc(store)
+                with open_other(store, "fresh.sqlite") as fresh:
+                    assert verify(fresh).problems == []
+            elif action == "look":
+                store.names()
+            for (path, number), expected in kept.items():
+                assert contents(chooser.choice(stores), f"{path}@{number}") == expected
+        for adding, _ in waiting.values():
+            adding.ingest.close()
+        for store in (one, two, one, two):
+            store.names()
+            quick_gc(store)
+        assert verify(one).problems == []
+        assert preview(two).deleted_packs == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_adds_forgets_and_collections(tmp_path: Path, seed: int) -> None:
+    _life(tmp_path, seed, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 200))
+def test_long_lives(tmp_path: Path, seed: int) -> None:
+    _life(tmp_path, seed, 150)
