@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -19,6 +21,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     report_fd = request["report_fd"]
     os.set_inheritable(report_fd, False)
+    _find_package()
 
     from moonclipfs.errors import MoonclipError
     from moonclipfs.fuse.prepare import MountOptions
@@ -43,6 +46,16 @@ def main() -> None:
     except Exception:
         logging.getLogger(__name__).exception("the server ended by an unexpected error")
         raise
+
+
+def _find_package() -> None:
+    """Let `moonclipfs` be the package that this file is in, wherever the starting process found it.
+
+    The directory that holds it is searched for this one import only: it may hold modules by other names too.
+    """
+    sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
+    importlib.import_module("moonclipfs")
+    del sys.path[0]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import stat
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import trio
@@ -48,10 +49,10 @@ def runtime_path(mountpoint: str, suffix: str) -> Path:
 
 
 class ControlServer:
-    """Listens for as long as `serve` runs."""
+    """Listens from here on, and answers while `serve` runs; a context manager that removes the socket."""
 
     def __init__(self, path: Path, operations: Mapping[str, Answer]) -> None:
-        """`operations` answers each "op". A socket of a dead server at `path` is replaced."""
+        """`operations` answers each "op". What is at `path`, of a server that is dead or detached, is replaced."""
         self.path = path
         self._operations = operations
         path.unlink(missing_ok=True)
@@ -66,21 +67,35 @@ class ControlServer:
             ) from error
         finally:
             os.umask(before)
+        self._status = os.lstat(path)
         self._socket.listen(limits.CONTROL_CLIENTS)
 
+    def __enter__(self) -> ControlServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a lazy unmount, a new server of the same place may have put its own socket there. Ours is open until
+        # here, so that no other can have its inode number.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(self.path), self._status):
+                self.path.unlink()
+        self._socket.close()
+
     async def serve(self) -> None:
-        """Answer until cancelled; then remove the socket."""
+        """Answer until cancelled. Whatever goes wrong with a client ends the talk with that one only."""
         clients = trio.CapacityLimiter(limits.CONTROL_CLIENTS)
 
         async def client(stream: trio.SocketStream) -> None:
-            async with clients, stream:
-                await self._talk(stream)
+            try:
+                async with clients, stream:
+                    await self._talk(stream)
+            except Exception:
+                log.exception("unexpected error at the control socket")
 
-        listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._socket))
-        try:
-            await trio.serve_listeners(client, [listener])
-        finally:
-            self.path.unlink(missing_ok=True)
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._socket.dup()))
+        await trio.serve_listeners(client, [listener])
 
     async def _talk(self, stream: trio.SocketStream) -> None:
         credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -91,9 +106,9 @@ class ControlServer:
         with contextlib.suppress(trio.BrokenResourceError):
             async for data in stream:
                 received += data
-                while b"\n" in received:
-                    line, _, rest = bytes(received).partition(b"\n")
-                    received[:] = rest
+                while (end := received.find(b"\n")) >= 0 and end < limits.CONTROL_LINE_BYTES:
+                    line = bytes(received[:end])
+                    del received[: end + 1]
                     await stream.send_all(json.dumps(self._answer(line)).encode() + b"\n")
                 if len(received) > limits.CONTROL_LINE_BYTES:
                     return
@@ -102,7 +117,7 @@ class ControlServer:
         try:
             request = json.loads(line)
             operation = self._operations[request["op"]]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             return {"error": f'a request is {{"op": NAME}} on one line; the names are {sorted(self._operations)}'}
         return operation()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from pathlib import Path
 
 from moonclipfs import errors, limits
 from moonclipfs.errors import BusyError, MountError, NotFoundError
@@ -20,6 +21,7 @@ from moonclipfs.fuse.prepare import MountOptions, detach, prepare
 __all__ = ["Mount", "MountOptions", "find_mounts", "mount", "unmount"]
 
 _EXIT_SECONDS = 30.0
+_SERVER = Path(__file__).with_name("__main__.py")
 
 
 def mount(
@@ -57,10 +59,10 @@ def unmount(mountpoint: str | os.PathLike[str], *, lazy: bool = False) -> None:
         if "busy" in result.stderr:
             raise BusyError(_busy(found))
         raise MountError(f"cannot unmount {place}: {result.stderr.strip()}")
-    if pid is None:
-        runtime_path(place, "sock").unlink(missing_ok=True)  # of a server that was killed
-    elif not lazy:
+    if pid is not None and not lazy:
         _wait_for_exit(pid)
+    if server_pid(place) is None:
+        runtime_path(place, "sock").unlink(missing_ok=True)  # of a server that was killed
 
 
 def _mount_in_background(store: str, place: str, options: MountOptions) -> int:
@@ -69,7 +71,8 @@ def _mount_in_background(store: str, place: str, options: MountOptions) -> int:
     with open(reading, "rb") as reports, tempfile.TemporaryFile() as said:
         try:
             subprocess.run(
-                [sys.executable, "-m", "moonclipfs.fuse", json.dumps(request)],
+                # -P: the current directory may be anybody's, and must not be searched for modules.
+                [sys.executable, "-P", _SERVER, json.dumps(request)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=said,

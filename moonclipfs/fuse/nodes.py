@@ -60,10 +60,15 @@ class NodeTable:
     def oldest(self, count: int) -> list[Node]:
         """Of the `count` nodes that the kernel has known for the longest time, those to give up first.
 
-        A directory is among them only if there is no file: the kernel would forget all that it knows below it.
+        A directory is among them only if there is no file: the kernel would forget all that it knows below it. Those
+        that are given out count as new: the kernel keeps what is in use, and is asked for all others before it again.
         """
-        nodes = list(islice(self._nodes.values(), 1, count + 1))
-        return [node for node in nodes if not node.is_directory] or nodes
+        nodes = list(islice(self._nodes.items(), 1, count + 1))
+        chosen = [(inode, node) for inode, node in nodes if not node.is_directory] or nodes
+        for inode, node in chosen:
+            del self._nodes[inode]
+            self._nodes[inode] = node
+        return [node for _, node in chosen]
 
     def _place(self, node: Node) -> tuple[int, bytes]:
         """The number of a node, its own or another that no other file has; and the attempt that gave it."""

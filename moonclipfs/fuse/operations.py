@@ -79,6 +79,7 @@ class Operations(pyfuse3.Operations):
         super().__init__()
         self.tree = tree
         self.nodes = NodeTable(tree.root)
+        self.holds = holds
         self.handles = Handles(holds)
         self.reads = reads
         self.requests: Counter[str] = Counter()
@@ -115,7 +116,7 @@ class Operations(pyfuse3.Operations):
         (child,) = await self._ask(self.tree.children, parent, (name,))
         if child is not None:
             node, status = child
-            return _attributes(self.nodes.remember(node), node, status)
+            return self._mention(node, status)
         if parent.version is None:
             raise FUSEError(errno.ENOENT)
         absent = EntryAttributes()
@@ -148,20 +149,28 @@ class Operations(pyfuse3.Operations):
     @_answers
     async def opendir(self, inode: Inode, ctx: RequestContext) -> Handle:
         """Take down the names of a directory, as they are from here until it is closed."""
-        node = self.nodes[inode]
-        names = await self._ask(self.tree.names_in, node)
-        return Handle(self.handles.open_directory(node, _DOTS + names, self.tree.view.sequence))
+        node, sequence = self.nodes[inode], self.tree.view.sequence
+        with self.holds.pinned(sequence):  # the names may change while the store is asked
+            names = await self._ask(self.tree.names_in, node)
+            return Handle(self.handles.open_directory(node, _DOTS + names, sequence))
 
     @_answers
     async def readdir(self, fh: Handle, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         """Names and attributes from number `start_id` on, as many as fit."""
-        handle, at = self.handles.directories[fh], start_id
+        handle, at, added = self.handles.directories[fh], start_id, 0
         while batch := handle.names[at : at + limits.LISTING_BATCH]:
-            children = await self._ask(self.tree.children, handle.node, batch)
-            for name, child in zip(batch, children, strict=True):
-                at += 1
-                if child is not None and not self._add_to_listing(token, name, *child, at):
-                    return
+            try:
+                children = await self._ask(self.tree.children, handle.node, batch)
+                for name, child in zip(batch, children, strict=True):
+                    at += 1
+                    if child is not None:
+                        if not self._add_to_listing(token, name, *child, at):
+                            return
+                        added += 1
+            except Exception:
+                if not added:
+                    raise
+                return  # the kernel gets what there is, counts it, and asks again from there: then it is told
 
     def _add_to_listing(
         self, token: pyfuse3.ReaddirToken, name: bytes, node: Node, status: Stat, following: int
@@ -169,11 +178,20 @@ class Operations(pyfuse3.Operations):
         """Add a line if it fits. Each is one more mention of its node to the kernel, but for the dots."""
         if name in _DOTS:
             return pyfuse3.readdir_reply(token, Name(name), _attributes(node.inode, node, status), following)
-        inode = self.nodes.remember(node)
-        fits = pyfuse3.readdir_reply(token, Name(name), _attributes(inode, node, status), following)
+        attributes = self._mention(node, status)
+        fits = pyfuse3.readdir_reply(token, Name(name), attributes, following)
         if not fits:
-            self.nodes.forget(inode, 1)
+            self.nodes.forget(attributes.st_ino, 1)
         return fits
+
+    def _mention(self, node: Node, status: Stat) -> EntryAttributes:
+        """The attributes of a node that the kernel is about to be told of."""
+        inode = self.nodes.remember(node)
+        try:
+            return _attributes(inode, node, status)
+        except Exception:
+            self.nodes.forget(inode, 1)
+            raise
 
     @_answers
     async def releasedir(self, fh: Handle) -> None:
@@ -186,8 +204,9 @@ class Operations(pyfuse3.Operations):
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise FUSEError(errno.EROFS)
         node, sequence = self.nodes[inode], self.tree.view.sequence
-        reader = await trio.to_thread.run_sync(self.tree.open, node, limiter=self._threads)
-        return FileInfo(fh=Handle(self.handles.open_file(inode, node, reader, sequence)), keep_cache=True)
+        with self.holds.pinned(sequence):
+            reader = await trio.to_thread.run_sync(self.tree.open, node, limiter=self._threads)
+            return FileInfo(fh=Handle(self.handles.open_file(inode, node, reader, sequence)), keep_cache=True)
 
     @_answers
     async def read(self, fh: Handle, off: int, size: int) -> bytes:

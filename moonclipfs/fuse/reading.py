@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import takewhile
 
 import trio
 
@@ -13,6 +14,9 @@ from moonclipfs.store.filereader import FileReader
 from moonclipfs.types import Buffer
 
 log = logging.getLogger(__name__)
+
+_ACTIVE_SECONDS = 1.0
+"""How long after its last read a file still gets its share of the read-ahead."""
 
 
 class Reads:
@@ -28,7 +32,8 @@ class Reads:
         self._readers = trio.CapacityLimiter(limits.READ_THREADS)
         self._decoders = trio.CapacityLimiter(cores)
         self._cores = cores
-        self._ahead: set[FileHandle] = set()
+        self._active = _Recent()
+        self._running = _Recent()
         self._jobs, self._queue = trio.open_memory_channel[tuple[FileHandle, int, int]](limits.PREFETCH_QUEUE)
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> Buffer:
@@ -36,7 +41,7 @@ class Reads:
         size = max(0, min(size, handle.reader.size - offset))
         # Before anything is awaited, requests are in the order in which the kernel sent them: a run is a run.
         if (stream := handle.follow(offset, size)) is not None:
-            self._read_ahead(handle, stream)
+            self._read_ahead(handle, stream, first=stream.run <= size)
         data = handle.reader.cached(offset, size)
         if data is None:
             self.waiting += 1
@@ -49,7 +54,8 @@ class Reads:
 
     def closed(self, handle: FileHandle) -> None:
         """The last user of a file is gone."""
-        self._ahead.discard(handle)
+        self._active.drop(handle)
+        self._running.drop(handle)
 
     async def work(self) -> None:
         """Decode ahead, for as long as the mount lives."""
@@ -57,10 +63,15 @@ class Reads:
             for _ in range(self._cores):
                 nursery.start_soon(self._decode_ahead)
 
-    def _read_ahead(self, handle: FileHandle, stream: Stream) -> None:
-        """Queue what a sequential reader will want soon, whole steps only, except at the end of the file."""
-        self._ahead.add(handle)
-        room = min(self._window, self._budget // len(self._ahead))
+    def _read_ahead(self, handle: FileHandle, stream: Stream, *, first: bool) -> None:
+        """Queue what a sequential reader will want soon, whole steps only, except at the end of the file.
+
+        A reader that goes on shares with others that do: many files may be opened, and only their heads looked at.
+        """
+        sharers = self._active.touch(handle)
+        if not first:
+            sharers = self._running.touch(handle)
+        room = min(self._window, self._budget // sharers)
         if stream.run < stream.next:  # not from the head of the file, where whole loads begin: the run has to grow
             room = min(room, 4 * stream.run)
         end = handle.reader.size
@@ -85,6 +96,28 @@ class Reads:
                 await trio.to_thread.run_sync(handle.reader.prefetch, offset, length, limiter=self._decoders)
             except MoonclipError as error:
                 log.debug("read-ahead of %s at %d: %s; whoever reads there is told", handle.node.place, offset, error)
+            except Exception:  # memory that ran out, for one: what nobody asked for must not end the mount
+                log.exception("read-ahead of %s at %d: unexpected error", handle.node.place, offset)
+
+
+class _Recent:
+    """Files in the order of their last use; those not used for `_ACTIVE_SECONDS` leave."""
+
+    def __init__(self) -> None:
+        self._times: dict[FileHandle, float] = {}
+
+    def touch(self, handle: FileHandle) -> int:
+        """Note a use; return how many files are in use."""
+        now = trio.current_time()
+        self._times.pop(handle, None)
+        self._times[handle] = now
+        for idle in [*takewhile(lambda other: self._times[other] < now - _ACTIVE_SECONDS, self._times)]:
+            del self._times[idle]
+        return len(self._times)
+
+    def drop(self, handle: FileHandle) -> None:
+        """A file is closed."""
+        self._times.pop(handle, None)
 
 
 def _decode(reader: FileReader, offset: int, size: int) -> bytearray:

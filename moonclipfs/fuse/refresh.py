@@ -16,6 +16,7 @@ from moonclipfs.fuse.nodes import NodeTable
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.names import View
 from moonclipfs.layers.tree import Node, Tree
+from moonclipfs.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 class Refresher:
     """Follows the log for as long as `run` runs."""
 
-    def __init__(self, tree: Tree, nodes: NodeTable, holds: Holds) -> None:
+    def __init__(self, store: Store, tree: Tree, nodes: NodeTable, holds: Holds) -> None:
+        self._store = store
         self._tree = tree
         self._nodes = nodes
         self._holds = holds
@@ -66,10 +68,22 @@ class Refresher:
 
     def _look(self) -> View | None:
         self._holds.sweep()
+        self._keep_lease()
         view = self._tree.look(time.time_ns())
         if view is not None:
             self._holds.add(view.sequence)
         return view
+
+    def _keep_lease(self) -> None:
+        """A mount lives long: whoever is stopped for a minute may be taken for dead, and a full disk has room again."""
+        before = self._store.lease
+        self._store.renew_lease()
+        lease = self._store.lease
+        self._holds.move(lease)
+        if before is not None and lease is not before:
+            log.warning("others took this mount for dead; %s", "it has a new lease" if lease else "it has no lease")
+        elif lease is not before:
+            log.info("this mount has a lease from here on")
 
     def _names_of(self, nodes: Iterable[Node]) -> Iterable[tuple[Node, bytes]]:
         for node in nodes:

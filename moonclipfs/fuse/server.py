@@ -49,34 +49,53 @@ def serve(store_path: str, place: str, options: MountOptions, ready: Callable[[]
     """
     socket_path = runtime_path(place, "sock")
     purpose = f"mount, control socket {socket_path}, at {place}"[:_PURPOSE_CHARACTERS]
-    with Store.open(store_path, purpose=purpose, cache_bytes=options.cache_bytes) as store:
-        server = _Server(store, place, options)
-        control = ControlServer(socket_path, {"ping": server.ping, "stats": server.stats})
-        # A signal that comes before the event loop listens must not leave a dead mount: it waits until then.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        _mount(server.operations, place, mount_source(os.path.realpath(store_path)), allow_other=options.allow_other)
-        try:
-            sys.setswitchinterval(_SWITCH_SECONDS)
-            _tune_memory()
-            trio.run(server.run, control, ready)
-        finally:
-            pyfuse3.close(unmount=True)
+    with Store.open(store_path, purpose=purpose, cache_bytes=options.cache_bytes) as store, _signals_noted() as noted:
+        server = _Server(store, place, options, noted)
+        source = mount_source(os.path.realpath(store_path))
+        with ControlServer(socket_path, {"ping": server.ping, "stats": server.stats}) as control:
+            _mount(server.operations, place, source, allow_other=options.allow_other)
+            try:
+                sys.setswitchinterval(_SWITCH_SECONDS)
+                _tune_memory()
+                trio.run(server.run, control, ready)
+            finally:
+                for number in _SIGNALS:  # ignored, also by the program that unmounts
+                    signal.signal(number, signal.SIG_IGN)
+                pyfuse3.close(unmount=True)
     return 0
+
+
+@contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """Collect the signals that tell a mount to end: one that struck before or after its event loop would leave a dead
+    mount. Once one was obeyed they are ignored for good: the process ends well, however often it is told to.
+    """
+    noted: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in _SIGNALS}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if noted else handler or signal.SIG_DFL)
 
 
 class _Server:
     """The parts of a mount, and the tasks that run them."""
 
-    def __init__(self, store: Store, place: str, options: MountOptions) -> None:
+    def __init__(self, store: Store, place: str, options: MountOptions, signals: list[int]) -> None:
+        """`signals` are those that came so far."""
+        self._signals = signals
         self._store = store
         self._place = place
         self._cores = len(os.sched_getaffinity(0))
         self._holds = Holds(store.lease)
+        if store.lease is None:
+            log.info("this mount has no lease: what is forgotten may be reclaimed while it is read here")
         tree = Tree(store, show_virtual=options.show_virtual)
         self._holds.add(tree.view.sequence)
         self._reads = Reads(options.cache_bytes, self._cores)
         self.operations = Operations(tree, self._holds, self._reads, store.path)
-        self._refresher = Refresher(tree, self.operations.nodes, self._holds)
+        self._refresher = Refresher(store, tree, self.operations.nodes, self._holds)
 
     async def run(self, control: ControlServer, ready: Callable[[], None]) -> None:
         """Serve until the mount is gone."""
@@ -89,17 +108,20 @@ class _Server:
 
     async def _announce(self, ready: Callable[[], None]) -> None:
         await self.operations.answering.wait()
-        await trio.to_thread.run_sync(raise_read_ahead, self._place)
+        try:
+            await trio.to_thread.run_sync(raise_read_ahead, self._place)
+        except Exception:
+            log.exception("the kernel's read-ahead stays as it is")
         ready()
 
     async def _stop_on_signals(self) -> None:
         with trio.open_signal_receiver(*_SIGNALS) as signals:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            async for number in signals:
-                log.info("%s: unmounting %s", signal.Signals(number).name, self._place)
-                await self._refresher.stop()
-                pyfuse3.terminate()
-                return
+            if not self._signals:
+                self._signals.append(await anext(signals))
+            log.info("%s: unmounting %s", signal.Signals(self._signals[0]).name, self._place)
+            await self._refresher.stop()
+            pyfuse3.terminate()
+            await trio.sleep_forever()  # the receiver takes further signals until the loop ends
 
     def ping(self) -> Mapping[str, Any]:
         """Who serves what, where."""

@@ -125,7 +125,7 @@ class Tree:
                 for path, name in self.view.area(area).changes(before.area(area)):
                     try:
                         yield self.resolve(area, path), name
-                    except NotFoundError:
+                    except (NotFoundError, CorruptError):
                         continue  # the directory went away with it: then its own name is among the changes
 
     def resolve(self, area: Area, path: bytes, *, wait: bool = True) -> Node:
@@ -147,7 +147,14 @@ class Tree:
             return directory
         if name == b"..":
             return self.parent(directory, wait=wait)
-        return self._child(directory, name, self._names(directory, wait), self._entries(directory, wait))
+        names = self._names(directory, wait)
+        try:
+            entries = {} if names.get(name) is not None else self._entries(directory, wait)
+        except CorruptError:
+            if name not in names:
+                raise
+            entries = {}  # what names make does not need what the snapshot around it holds
+        return self._child(directory, name, names, entries)
 
     def names_in(self, directory: Node, *, wait: bool = True) -> list[bytes]:
         """The names in a directory, sorted; some may be gone when they are looked up."""
@@ -160,11 +167,15 @@ class Tree:
     def children(self, directory: Node, names: Iterable[bytes], *, wait: bool = True) -> list[tuple[Node, Stat] | None]:
         """Lookup and stat of several names at once; None for one that is not there. Understands `.` and `..`."""
         found: list[tuple[Node, Stat] | None] = []
-        made, entries = self._names(directory, wait), self._entries(directory, wait)
+        made, entries = self._names(directory, wait), None
         for name in names:
             try:
-                dot = name in (b".", b"..")
-                node = self.lookup(directory, name, wait=wait) if dot else self._child(directory, name, made, entries)
+                if name in made or name in (b".", b".."):
+                    node = self.lookup(directory, name, wait=wait)
+                else:
+                    if entries is None:
+                        entries = self._entries(directory, wait)
+                    node = self._child(directory, name, made, entries)
             except NotFoundError:
                 found.append(None)
             else:
@@ -281,7 +292,11 @@ class Tree:
         names = self._names(node, wait)
         if not names:
             return self._own_subdirectories(node, wait)
-        own = {name for name, entry in self._entries(node, wait).items() if entry.type is EntryType.DIRECTORY}
+        try:
+            entries = self._entries(node, wait)
+        except CorruptError:
+            entries = {}
+        own = {name for name, entry in entries.items() if entry.type is EntryType.DIRECTORY}
         return len(own | {name for name, leaf in names.items() if not isinstance(leaf, Link)})
 
     def _own_subdirectories(self, node: Node, wait: bool) -> int:
@@ -307,9 +322,23 @@ class Tree:
         if sizes is None:
             if not wait:
                 raise NotCachedError
-            sizes = Counter(entry.link_group for _, entry in self._store.walk(version) if entry.link_group)
+            sizes = Counter(entry.link_group for entry in self._readable(version.root) if entry.link_group)
             self._groups.put(version.root, sizes, min(len(sizes) + 1, limits.DIRECTORY_CACHE_ENTRIES // 2))
         return sizes
+
+    def _readable(self, root: ObjectId) -> Iterator[Entry]:
+        """All entries below a directory object, except in damaged directories: whoever opens one of these is told."""
+        directories = [(root, 0)]
+        while directories:
+            object_id, depth = directories.pop()
+            try:
+                entries = self._store.directory(object_id) if object_id != NO_ID else {}
+            except CorruptError:
+                continue
+            for entry in entries.values():
+                yield entry
+                if entry.type is EntryType.DIRECTORY and depth < limits.PATH_DEPTH:
+                    directories.append((entry.child, depth + 1))
 
     # Computed attributes
 

@@ -8,7 +8,14 @@ from pathlib import Path
 from types import TracebackType
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, NoSpaceError, NotFoundError, PermissionDeniedError, UsageError
+from moonclipfs.errors import (
+    CorruptError,
+    LeaseLostError,
+    NoSpaceError,
+    NotFoundError,
+    PermissionDeniedError,
+    UsageError,
+)
 from moonclipfs.formats.layout import Layout
 from moonclipfs.formats.sniff import parse
 from moonclipfs.store.backend import LocalBackend
@@ -42,9 +49,10 @@ class Store:
             self.config.check_writable()
         self.backend = LocalBackend(path, shared=self.config.shared)
         self.write = write
+        self._purpose = purpose
         self.log = Log(self.backend)
         names = self.log.refresh()
-        self.lease = self._lease(purpose, names.sequence)
+        self.lease = self._lease(names.sequence)
         if self.lease is not None:
             self.backend.owner = self.lease.name
         self.packs = PackReader(self.backend)
@@ -82,9 +90,23 @@ class Store:
         """
         return cls(Path(path), write=write, purpose=purpose, index_path=index_path, cache_bytes=cache_bytes)
 
-    def _lease(self, purpose: str, sequence: int) -> Lease | None:
+    def renew_lease(self) -> None:
+        """For a long-lived reader: take a lease when there is none, or others took the one there is for dead.
+
+        A new one has seen nothing: nothing more is reclaimed until `names` is called, and holds are taken before that.
+        Raises BackendError.
+        """
+        if self.lease is not None:
+            try:
+                self.lease.check()
+                return
+            except LeaseLostError:
+                self.lease.release()
+        self.lease = self._lease(0)
+
+    def _lease(self, sequence: int) -> Lease | None:
         try:
-            return Lease.acquire(self.path, purpose, sequence)
+            return Lease.acquire(self.path, self._purpose, sequence)
         except (PermissionDeniedError, NoSpaceError):
             # A reader is only less protected without one: what it reads may be reclaimed, and is missing then.
             if self.write:

@@ -422,7 +422,7 @@ def test_a_server_that_cannot_start_is_reported(store: Store, tmp_path: Path, mo
     """Whatever ends the server before it answers is the command's own error, with its exit code."""
     (tmp_path / "mnt").mkdir()
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif 'moonclipfs.fuse' in sys.orig_argv: sys.exit('bad luck')\n"
+        "import sys\nif 'moonclipfs/fuse' in str(sys.orig_argv): sys.exit('bad luck')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(MountError, match="bad luck"):

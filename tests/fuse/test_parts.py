@@ -77,6 +77,20 @@ def test_the_table_of_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [known.path for known in table.oldest(5)] == [b"a", b"b"]
 
 
+def test_what_the_kernel_keeps_does_not_stand_in_the_way_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is known is offered in turn, however much of it, files or directories, the kernel does not give up."""
+    table, file = NodeTable(node("")), node("file")
+    file = file._replace(entry=Entry(b"", EntryType.FILE, Attributes(0o644)))
+    kept = table.remember(file)
+    directories = [table.remember(node(f"d{number}")) for number in range(40)]
+    offered = [known.path for _ in range(12) for known in table.oldest(8)]
+    assert {f"d{number}".encode() for number in range(40)} <= set(offered)
+    for inode in directories[20:]:
+        table.forget(inode, 1)
+    assert table[kept] == file
+    assert len(table) == 22
+
+
 class NoReader(FileReader):
     """A reader that is not read."""
 
@@ -158,7 +172,7 @@ def test_the_control_socket_answers_its_owner(small: Mounted) -> None:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
         lines = client.makefile("rb")
-        for nonsense in (b"{}", b"nonsense", b'{"op": "rm"}', b"[1]", b'{"op": ["x"]}', b"\xff"):
+        for nonsense in (b"{}", b"nonsense", b'{"op": "rm"}', b"[1]", b'{"op": ["x"]}', b"\xff", b"[" * 50_000):
             client.sendall(nonsense + b"\n")
             assert "ping" in json.loads(lines.readline())["error"]
         client.sendall(b'{"op": "ping"}\n{"op": "pi')

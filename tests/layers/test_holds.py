@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
 from moonclipfs.layers.holds import Holds
 from moonclipfs.store.leases import Lease
 
@@ -52,6 +54,38 @@ def test_a_state_that_is_used_again_stays_held_once() -> None:
     holds.unpin(3)
     holds.sweep()
     assert lease.held == [3]
+
+
+def test_what_is_in_use_moves_to_another_lease() -> None:
+    first, second = FakeLease(), FakeLease()
+    holds = Holds(cast(Lease, first))
+    for sequence in (3, 5, 7):
+        holds.add(sequence)
+    holds.unpin(5)
+    holds.move(cast(Lease, first))
+    assert first.held == [3, 5, 7]
+    holds.move(cast(Lease, second))
+    assert second.held == [3, 7]
+    holds.unpin(3)
+    holds.sweep()
+    assert second.held == [7]
+    holds.move(None)
+    holds.add(9)
+    holds.move(cast(Lease, first))
+    assert first.held[-2:] == [7, 9]
+
+
+def test_a_pin_lasts_as_long_as_its_block() -> None:
+    lease = FakeLease()
+    holds = Holds(cast(Lease, lease))
+    holds.add(3)
+    with pytest.raises(KeyError), holds.pinned(3):
+        holds.unpin(3)
+        holds.sweep()
+        assert lease.held == [3]
+        raise KeyError
+    holds.sweep()
+    assert lease.held == []
 
 
 def test_without_a_lease_nothing_is_held() -> None:

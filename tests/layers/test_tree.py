@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 
 import pytest
 
-from moonclipfs.errors import NotFoundError
+from moonclipfs.errors import CorruptError, NotFoundError
 from moonclipfs.layers.names import Area
 from moonclipfs.layers.tree import ROOT_INODE, Node, NotCachedError, Tree
 from moonclipfs.store.store import Store
-from moonclipfs.types import EntryType
+from moonclipfs.types import Entry, EntryType, ObjectId
 from tests.layers.publish import MTIME, Fifo, File, publish
 
 
@@ -158,6 +159,49 @@ def test_hard_links_share_an_inode(store: Store) -> None:
     assert at(tree, "a/x").inode not in (at(tree, "b/x").inode, at(tree, "a/d/z").inode)
     assert tree.stat(at(tree, "a/x")).nlink == 2
     assert tree.stat(at(tree, "b/x")).nlink == 1
+
+
+def damage(store: Store, tree: Tree, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a directory object be unreadable."""
+    bad, real = at(tree, path).entry.child, store.directory
+
+    def directory(object_id: ObjectId) -> Mapping[bytes, Entry]:
+        if object_id == bad:
+            raise CorruptError(f"a flipped bit in {path}")
+        return real(object_id)
+
+    monkeypatch.setattr(store, "directory", directory)
+
+
+def test_a_damaged_directory_takes_nothing_from_its_neighbours(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged directory takes nothing away from what lies outside it."""
+    link = File(b"123", link_group=1)
+    publish(store, "run", {"good": {"a": link, "b": link}, "bad": {"c": link, "d": b""}})
+    damage(store, Tree(store), "run/bad", monkeypatch)
+    tree = Tree(store)
+    found = tree.children(at(tree, "run/good"), [b"a", b"b"])
+    assert [child and child[1].nlink for child in found] == [2, 2]
+    assert tree.names_in(at(tree, "run")) == [b"bad", b"good"]
+    with pytest.raises(CorruptError):
+        tree.children(at(tree, "run/bad"), [b"c"])
+
+
+def test_names_below_a_damaged_snapshot_are_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(store, "run", {"x": b"1", "deep": {"y": b""}})
+    publish(store, "run/5", {"w": b"5"})
+    publish(store, "run/deep/6", {"w": b"6"})
+    damage(store, Tree(store), "run", monkeypatch)
+    tree = Tree(store)
+    assert [child is not None for child in tree.children(tree.root, [b"run"])] == [True]
+    assert [child is not None for child in tree.children(at(tree, "run"), [b"5", b"deep", b"..", b"."])] == [True] * 4
+    assert read(tree, "run/5/w") == b"5"
+    assert read(tree, "run/deep/6/w") == b"6"
+    for ask in (tree.names_in, lambda node: tree.children(node, [b"5", b"x"]), lambda node: tree.lookup(node, b"x")):
+        with pytest.raises(CorruptError):
+            ask(at(tree, "run"))
+    store.log.unbind(["run/deep/6"])
+    publish(store, "other", {})
+    assert ("/", b"other") in follow_log(tree)
 
 
 def test_nothing_waits_for_the_store_unasked(store: Store) -> None:
