@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from moonclipfs import limits
 from moonclipfs.codec.sketch import sketch
+from moonclipfs.errors import CorruptError
 from moonclipfs.formats.cut import CutRules, Piece, cut
 from moonclipfs.formats.layout import Region
 from moonclipfs.formats.sniff import parse
@@ -23,6 +25,8 @@ from moonclipfs.store.packs import Location
 from moonclipfs.store.recipes import Recipe, encode_recipe
 from moonclipfs.store.sinks import Hints, Sink
 from moonclipfs.types import NO_ID, Buffer, Entry, Extent, Kind, ObjectId, Source
+
+log = logging.getLogger(__name__)
 
 _COST = 4
 """Bytes of memory that one raw byte of a piece in work takes: itself, its base, its encoding, the check."""
@@ -76,10 +80,11 @@ class Intake:
     """
 
     def __init__(self, sink: Sink, rules: CutRules, workers: int = 0) -> None:
-        """`workers` threads; 0 means one for each core that this process may use."""
+        """`workers` threads; 0 means one for each core that this process may use, as far as the memory is enough."""
         self._sink = sink
         self._rules = rules
-        self._pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "ingest")
+        most = max(1, limits.INGEST_BYTES // (_COST * limits.OBJECT_BYTES))
+        self._pool = ThreadPoolExecutor(workers or min(most, len(os.sched_getaffinity(0))), "ingest")
         self._lock = threading.Lock()
         self._flights: dict[ObjectId, Future[Location]] = {}
         self.stats = IngestStats()
@@ -104,7 +109,7 @@ class Intake:
     ) -> tuple[Recipe, IngestStats]:
         """Store the data objects of a file; see `put_file`. `put_recipe` completes it."""
         stats = IngestStats(files=1, raw_bytes=source.size)
-        line = None if previous is None else Line(parse(previous), previous.recipe)
+        line = _line(previous)
         extents: list[Extent] = []
         for extent, part in self._extents(source, line):
             extents.append(extent)
@@ -198,6 +203,15 @@ class Intake:
             with self._lock:
                 del self._flights[identity]
         return location, new
+
+
+def _line(previous: Previous | None) -> Line | None:
+    """The tensors of the file before; None when there is none, or it cannot be read: it is but a hint."""
+    try:
+        return None if previous is None else Line(parse(previous), previous.recipe)
+    except CorruptError as error:
+        log.warning("the file before is damaged, so no tensor is stored as a delta against it: %s", error)
+        return None
 
 
 def _pieces(source: Source, rules: CutRules, line: Line | None) -> Iterator[tuple[Piece, tuple[ObjectId, int] | None]]:

@@ -22,6 +22,8 @@ _HEAD_GUESS = 4 * limits.KIB
 """Bytes read at once to find the head of an object."""
 _LINK_BYTES = 1 * limits.KIB
 """Memory that a parsed head takes beside its bytes, about."""
+_DOUBTED = 4096
+"""Damaged objects remembered at most."""
 _SEARCH_HEADS = 256
 """Heads read at most to find a chain that ends, when the first one does not."""
 _RUN_BLOCKS = 16
@@ -98,7 +100,7 @@ class ObjectReader:
         self._packs = packs
         self._blocks: BoundedCache[_Block, Buffer] = BoundedCache(cache_bytes)
         self._links: BoundedCache[ObjectId, Link] = BoundedCache(limits.HEAD_CACHE_BYTES)
-        self._doubted: BoundedCache[str, bool] = BoundedCache(limits.OPEN_PACKS)
+        self._doubted: BoundedCache[tuple[str, int], bool] = BoundedCache(_DOUBTED)
         self._lock = threading.Lock()
         self._flights: dict[_Block, Future[Buffer]] = {}
         self.counters = ReadCounters()
@@ -209,10 +211,10 @@ class ObjectReader:
         location = bad.location
         self._links.drop(location.object_id)
         if not isinstance(bad.error, MissingObjectError):
-            # Looking again reads the pack's list of objects anew: once for each damaged pack is enough.
-            if self._doubted.get(location.pack):
+            # Looking again reads the pack's list of objects anew: once for each damaged object is enough.
+            if self._doubted.get((location.pack, location.offset)):
                 return False
-            self._doubted.put(location.pack, True)
+            self._doubted.put((location.pack, location.offset), True)
         try:
             better = self._places.relocate(location)
         except MissingObjectError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,12 +16,15 @@ from numpy.typing import NDArray
 from moonclipfs import limits
 from moonclipfs.codec.choose import Base, encode, predict
 from moonclipfs.codec.sketch import NO_SKETCH
+from moonclipfs.errors import CorruptError
 from moonclipfs.store.backend import Backend
 from moonclipfs.store.bases import Candidate, Known, pick
 from moonclipfs.store.index import Index
 from moonclipfs.store.packs import Location, PackReader, PackWriter, require_packs
 from moonclipfs.store.reader import ObjectReader
 from moonclipfs.types import NO_ID, Buffer, DType, Kind, ObjectId, Source
+
+log = logging.getLogger(__name__)
 
 _CACHE_BYTES = 16 * limits.MIB
 """Decoded blocks kept for samples of bases: neighbours of one piece may share them."""
@@ -143,9 +148,8 @@ class PackSink(_Seen):
 
     def put(self, kind: Kind, raw: Buffer, object_id: ObjectId, hints: Hints) -> Location:
         """See `Sink.put`."""
-        choice = pick(hints.bases, raw, hints.dtype, self._sample)
-        bases = [] if choice is None else [self._whole(choice)]
-        encoding = encode(raw, hints.dtype, bases)
+        choice, base = _choose(hints, raw, self._sample, self._whole)
+        encoding = encode(raw, hints.dtype, [] if base is None else [base])
         delta = choice if encoding.base is not None else None
         if delta is not None:
             self._found_bases.add(delta.location.object_id)
@@ -239,10 +243,9 @@ class EstimateSink(_Seen):
 
     def put(self, kind: Kind, raw: Buffer, object_id: ObjectId, hints: Hints) -> Location:
         """See `Sink.put`; the location's pack is no pack."""
-        choice = pick(hints.bases, raw, hints.dtype, self._sample)
+        choice, base = _choose(hints, raw, self._sample, self._whole)
         length = predict(raw, hints.dtype)
-        if choice is not None:
-            base = Base(self._sample(choice, 0, choice.location.raw_length), choice.location.dtype, choice.start)
+        if base is not None:
             least = predict(raw, hints.dtype, [base])
             choice, length = (choice, least) if least < length else (None, length)
         location = Location(
@@ -257,6 +260,9 @@ class EstimateSink(_Seen):
         self._fresh.add(location)
         return location
 
+    def _whole(self, choice: Candidate) -> Base:
+        return Base(self._sample(choice, 0, choice.location.raw_length), choice.location.dtype, choice.start)
+
     def _sample(self, option: Candidate, offset: int, length: int) -> Buffer:
         length = _clipped(option, offset, length)
         origin = self._origins.get(option.location.object_id)
@@ -266,6 +272,47 @@ class EstimateSink(_Seen):
         out = bytearray(length)
         self._reader.read_into(option.location.object_id, offset, memoryview(out))
         return out
+
+
+class _UnreadableError(Exception):
+    """A base cannot be read."""
+
+    def __init__(self, option: Candidate) -> None:
+        super().__init__()
+        self.option = option
+
+
+def _choose(
+    hints: Hints,
+    raw: Buffer,
+    sample: Callable[[Candidate, int, int], Buffer],
+    whole: Callable[[Candidate], Base],
+) -> tuple[Candidate | None, Base | None]:
+    """The candidate that predicts `raw` best, and its bytes; one that is damaged is passed over, with a warning."""
+
+    def read(option: Candidate, offset: int, length: int) -> Buffer:
+        with _reading(option):
+            return sample(option, offset, length)
+
+    options = list(hints.bases)
+    while True:
+        try:
+            choice = pick(options, raw, hints.dtype, read)
+            if choice is None:
+                return None, None
+            with _reading(choice):
+                return choice, whole(choice)
+        except _UnreadableError as bad:
+            options.remove(bad.option)
+
+
+@contextmanager
+def _reading(option: Candidate) -> Iterator[None]:
+    try:
+        yield
+    except CorruptError as error:
+        log.warning("a base is damaged, so nothing is stored against it: %s", error)
+        raise _UnreadableError(option) from error
 
 
 def _clipped(option: Candidate, offset: int, length: int) -> int:

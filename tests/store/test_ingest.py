@@ -154,6 +154,7 @@ def test_threads_that_bring_the_same_bytes_encode_them_once(store: Store, monkey
 def test_pieces_in_work_stay_within_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     piece = 100_000
     monkeypatch.setattr(limits, "INGEST_BYTES", 4 * 3 * piece)
+    monkeypatch.setattr(limits, "OBJECT_BYTES", piece // 4)  # so that memory, not the number of workers, is the bound
     lock, now, most = threading.Lock(), 0, 0
     plain = Ingest._put_piece
 
