@@ -79,19 +79,22 @@ def add(
     Content that the newest version of a name already has, with the same names, modes and times, makes no new version.
     Times of the last inode change are not kept: they are those of the last write. With `dry_run` nothing is written,
     and the sizes in the report are estimates. With `move` each snapshot is read back, compared with the originals,
-    and these are deleted; an interrupted one is continued by the same call. `provenance` is kept in the log.
+    and these are deleted; an interrupted one is continued by the same call: a path that is gone while its snapshot is
+    there counts as moved, which the log says. `provenance` is kept in the log.
 
     When it raises, the snapshots that came before are there and the one at fault is not. Raises NotFoundError,
     PermissionDeniedError, UsageError (devices, names that make no sense), BusyError (a file that changed meanwhile),
     NoSpaceError, LeaseLostError.
     """
     status = os.stat(store.path)
-    if move:
-        moving.finish(paths)
+    if move and not dry_run:
+        if len(paths) > 1 and not (name or "").endswith("/"):
+            raise UsageError("moving several paths into one snapshot could not be resumed: use a name that ends in `/`")
+        given, paths = paths, moving.resume(store, paths, name)
+        if given and not paths:
+            return AddReport()
     found = [scan(path, forbidden=(status.st_dev, status.st_ino)) for path in paths]
     plans = _plans(found, name)
-    if move and any(len(plan.root.children) > 1 and plan.root.path == b"" and not plan.merge for plan in plans):
-        raise UsageError("moving several paths into one snapshot could not be resumed: use a name that ends in `/`")
     work = _Add(store, plans, dict(provenance or {}), progress or (lambda _: None))
     if dry_run:
         return work.estimate()

@@ -1,13 +1,10 @@
-"""Files of the host become snapshots: names, trees, what is refused, what a second time costs, and moving."""
+"""Files of the host become snapshots: names, trees, what is refused, and what a second time costs."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,13 +13,11 @@ import pytest
 
 from moonclipfs.errors import (
     BusyError,
-    CorruptError,
     MoonclipError,
     NotFoundError,
     PermissionDeniedError,
     UsageError,
 )
-from moonclipfs.store import move as moving
 from moonclipfs.store import sinks
 from moonclipfs.store.add import AddReport, add
 from moonclipfs.store.ingest import Intake
@@ -30,7 +25,7 @@ from moonclipfs.store.progress import Progress
 from moonclipfs.store.scan import FileSource, scan
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType
-from tests.store.kit import contents, noise, publish, series
+from tests.store.kit import contents, noise, series
 from tests.store.test_ingest import floats, safetensors
 
 
@@ -351,119 +346,6 @@ def test_a_dry_run_knows_what_the_store_has(store: Store, work: Path) -> None:
     assert add(store, [work / "c"], name="run/", dry_run=True).stats.stored_bytes < 1000
     assert add(store, [work / "d"], name="run/", dry_run=True).stats.delta_bytes > 0
     assert sorted((Path(store.path) / "packs").iterdir()) == packs
-
-
-# Moving
-
-
-def test_moving_deletes_what_the_store_holds(store: Store, work: Path) -> None:
-    files = {f"c-{number}/model": data for number, data in enumerate(series(3))}
-    lay(work, {**files, "notes": b"n"})
-    (work / "c-1" / "link").symlink_to("model")
-    add(store, sorted(work.iterdir()), name="run/", move=True)
-    assert list(work.iterdir()) == []
-    assert contents(store, "run/c-2") == {"model": series(3)[2]}
-    assert contents(store, "run") == {"notes": b"n"}
-
-
-def test_moving_goes_one_at_a_time_oldest_first(store: Store, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lay(work, {f"c-{number}/m": noise(number) for number in (1, 2, 10)})
-    left: list[list[str]] = []
-    plain = moving.verify_and_delete
-
-    def watched(*arguments: object) -> None:
-        left.append(sorted(path.name for path in work.iterdir()))
-        plain(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(moving, "verify_and_delete", watched)
-    add(store, list(work.iterdir()), name="run/", move=True)
-    assert left == [["c-1", "c-10", "c-2"], ["c-10", "c-2"], ["c-10"]]
-
-
-def test_nothing_is_deleted_when_the_store_gives_back_other_bytes(store: Store, work: Path) -> None:
-    lay(work / "c", {"m": noise(1), "n": noise(2)})
-    version = publish(store, "c", {"m": noise(1), "n": noise(3)})
-    with pytest.raises(CorruptError, match=r"c/n: the store gives back other bytes"):
-        moving.verify_and_delete(store, version, scan(work / "c"))
-    assert len(list((work / "c").iterdir())) == 2
-
-
-@pytest.mark.parametrize("change", ["new", "written", "gone"])
-def test_a_directory_that_changes_before_it_is_deleted_is_kept(store: Store, work: Path, change: str) -> None:
-    lay(work / "c", {"m": noise(1), "n": b"n"})
-    found = scan(work / "c")
-    version = publish(store, "c", {"m": noise(1), "n": b"n"})
-    if change == "new":
-        lay(work / "c", {"late": b"!"})
-    elif change == "written":
-        os.utime(work / "c" / "m", ns=(1, 1))
-    else:
-        os.unlink(work / "c" / "n")
-    before = sorted(path.name for path in (work / "c").iterdir())
-    with pytest.raises((BusyError, NotFoundError)):
-        moving.verify_and_delete(store, version, found)
-    assert sorted(path.name for path in (work / "c").iterdir()) == before
-    assert [path.name for path in work.iterdir()] == ["c"]
-
-
-def test_moving_several_paths_into_one_snapshot_is_refused(store: Store, work: Path) -> None:
-    lay(work, {"a": b"1", "b": b"2"})
-    with pytest.raises(UsageError, match="could not be resumed"):
-        add(store, [work / "a", work / "b"], name="x", move=True)
-    add(store, [work / "a"], name="x", move=True)
-    assert [path.name for path in work.iterdir()] == ["b"]
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from moonclipfs.store.add import add
-from moonclipfs.store.store import Store
-
-left = int(sys.argv[3])
-
-def counted(name):
-    plain = getattr(os, name)
-    def call(*arguments, **more):
-        global left
-        if left == 0:
-            os._exit(9)
-        left -= 1
-        return plain(*arguments, **more)
-    setattr(os, name, call)
-
-with Store.open(sys.argv[1], write=True) as store:
-    for name in ("rename", "unlink", "rmdir", "link", "fsync"):
-        counted(name)
-    add(store, sorted(Path(sys.argv[2]).glob("c-*")), name="run/", move=True)
-"""
-
-
-def test_a_killed_move_resumes_and_loses_nothing(tmp_path: Path) -> None:
-    files = {f"c-{number}": {"a": noise(number), "s/b": b"x" * number} for number in (1, 2, 10)}
-    for step in range(200):
-        work, place = tmp_path / "work", tmp_path / "store"
-        for path in (work, place):
-            shutil.rmtree(path, ignore_errors=True)
-        for name, inside in files.items():
-            lay(work / name, inside)
-        Store.create(place).close()
-        killed = [sys.executable, "-c", KILLED, str(place), str(work), str(step * 6)]
-        code = subprocess.run(killed, timeout=60, check=False).returncode
-        assert code in (0, 9)
-        with Store.open(place, write=True) as store:
-            if left := sorted(work.glob("c-*")):
-                add(store, left, name="run/", move=True)
-            moving.finish([work / "any"])
-            if left := sorted(work.glob("c-*")):
-                add(store, left, name="run/", move=True)
-            assert list(work.iterdir()) == []
-            assert {path: contents(store, path) for path in snapshots(store)} == {
-                f"run/{name}": inside for name, inside in files.items()
-            }
-        if code == 0:
-            break
-    assert step > 3
 
 
 def test_the_time_of_a_snapshot_is_that_of_its_directory(store: Store, work: Path) -> None:
