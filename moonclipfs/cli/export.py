@@ -28,7 +28,7 @@ def command(targets_and_directory: tuple[str, ...], everything: bool, overwrite:
     """Write snapshots back as plain files: bytes, holes, modes, times, links and attributes as they were added.
 
     One snapshot, or a directory or file inside one, is written into DIRECTORY itself; several, a prefix or a pattern
-    into DIRECTORY/NAME each. Files that are there already with the right length and time are left, so that an
+    into DIRECTORY/NAME each. Files that are there already with the right bytes and time are left, so that an
     interrupted export can be repeated.
 
     \b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -19,11 +20,14 @@ from moonclipfs.store.backend import os_errors
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.progress import Progress
 from moonclipfs.store.restore import restore_attributes
+from moonclipfs.store.samebytes import same_bytes
 from moonclipfs.store.store import Store
 from moonclipfs.types import Entry, EntryType, Version
 
 _PART = re.compile(r"\.[0-9a-f]{16}\.moonclipfs-part")
 """Names of files that are being written."""
+_NO_FSYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What fsync(2) of a directory answers on file systems that have none."""
 _SEGMENT_BYTES = 32 * limits.MIB
 _FILES_IN_WORK = 64
 
@@ -52,10 +56,11 @@ def export(
     """Write a version's tree, or what is at `path` in it, into the directory `target`, which is made if need be.
 
     Bytes, holes, modes, times, symlinks, hard links and extended attributes come back; owners do when run as root.
-    A file appears under its name when it is whole and durable. What is there already with the same length and time
-    of change is left as it is, so an interrupted export goes on where it was; anything else in the way is ExistsError
-    before a byte is written, or is replaced with `overwrite` (but never a directory by a file). Files of `target` that
-    the version does not have stay. `jobs` threads decode (0: one for each core).
+    A file appears under its name when it is whole and durable; all names are durable in the end. What is there already
+    with the same bytes and time of change is left as it is (with `overwrite` it gets the other attributes), so an
+    interrupted export goes on where it was; anything else in the way is ExistsError before a byte is written, or is
+    replaced with `overwrite` (but never a directory by a file). Files of `target` that the version does not have stay.
+    `jobs` threads compare and decode (0: one for each core).
 
     Raises NotFoundError, ExistsError, CorruptError, NoSpaceError, PermissionDeniedError.
     """
@@ -66,17 +71,19 @@ def export(
     is_tree = top.type is EntryType.DIRECTORY
     below = store.walk_directory(top.child) if is_tree else [(top.name, top)]
     entries = [(os.path.join(root, name), entry) for name, entry in below]
-    work = _Export(store, progress or (lambda _: None), overwrite)
+    work = _Export(store, progress or (lambda _: None), overwrite, jobs or len(os.sched_getaffinity(0)))
     with os_errors(f"write below {target}"):
-        os.makedirs(root, exist_ok=True)
-        todo = [(place, entry) for place, entry in entries if not work.is_done(place, entry)]
+        above = _make_directories(root)
+        todo = work.todo(entries)
         originals = _first_of_each_link_group(entries)
-        work.run([*_without_links(todo, originals)], jobs or len(os.sched_getaffinity(0)))
+        work.run([*_without_links(todo, originals)])
         links = work.link_all(entries, originals)
         # Last, and the deepest first: writing into a directory changes its time, and may not be allowed afterwards.
         directories = [(place, entry) for place, entry in entries if entry.type is EntryType.DIRECTORY]
         for place, entry in [*reversed(directories), *([(root, top)] if is_tree else [])]:
-            work.report.notes += restore_attributes(place, entry, place)
+            work.report.notes += _finish_directory(place, entry)
+        for place in above if is_tree else [root, *above]:
+            work.report.notes += _finish_directory(place, None)
     work.report.files += links
     return work.report
 
@@ -130,16 +137,26 @@ class _Part:
 
 
 class _Export:
-    def __init__(self, store: Store, tell: Callable[[Progress], None], overwrite: bool) -> None:
+    def __init__(self, store: Store, tell: Callable[[Progress], None], overwrite: bool, jobs: int) -> None:
         self._store = store
         self._tell = tell
         self._overwrite = overwrite
+        self._jobs = jobs
         self._lock = threading.Lock()
         self._progress = Progress()
         self.report = ExportReport()
 
-    def is_done(self, path: bytes, entry: Entry) -> bool:
-        """Whether what is at `path` needs no writing. Raises ExistsError for what may not be replaced."""
+    def todo(self, entries: list[tuple[bytes, Entry]]) -> list[tuple[bytes, Entry]]:
+        """What needs writing. Raises ExistsError for what may not be replaced."""
+        with ThreadPoolExecutor(self._jobs, "compare") as pool:
+            done = list(pool.map(lambda one: self._is_done(*one), entries))
+        for (path, entry), is_done in zip(entries, done, strict=True):
+            self.report.skipped += is_done and entry.type is EntryType.FILE
+            if is_done and self._overwrite:
+                self.report.notes += restore_attributes(path, entry, path)
+        return [one for one, is_done in zip(entries, done, strict=True) if not is_done]
+
+    def _is_done(self, path: bytes, entry: Entry) -> bool:
         try:
             status = os.lstat(path)
         except FileNotFoundError:
@@ -150,8 +167,11 @@ class _Export:
         if same_type and entry.type is EntryType.SYMLINK:
             if os.readlink(path) == entry.target:
                 return True
-        elif same_type and (entry.size, entry.attributes.mtime_ns) == (status.st_size, status.st_mtime_ns):
-            self.report.skipped += entry.type is EntryType.FILE
+        elif (
+            same_type
+            and (entry.size, entry.attributes.mtime_ns) == (status.st_size, status.st_mtime_ns)
+            and (entry.type is not EntryType.FILE or self._is_whole(path, entry))
+        ):
             return True
         if stat.S_ISDIR(status.st_mode) or entry.type is EntryType.DIRECTORY:
             raise ExistsError(
@@ -163,7 +183,22 @@ class _Export:
             )
         return False
 
-    def run(self, todo: list[tuple[bytes, Entry]], jobs: int) -> None:
+    def _is_whole(self, path: bytes, entry: Entry) -> bool:
+        """Whether the file at `path` has the bytes of `entry`; they are durable then."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except PermissionError:
+            return False  # nobody can tell
+        try:
+            with os_errors(f"compare {os.fsdecode(path)}"):
+                if not same_bytes(fd, self._store.open_file(entry)):
+                    return False
+                os.fsync(fd)
+                return True
+        finally:
+            os.close(fd)
+
+    def run(self, todo: list[tuple[bytes, Entry]]) -> None:
         """Make directories and special files, then write all files, several segments at a time."""
         for path, entry in todo:
             if entry.type is EntryType.DIRECTORY:
@@ -175,7 +210,7 @@ class _Export:
         files = [(path, entry) for path, entry in todo if entry.type is EntryType.FILE]
         self._progress.total = sum(entry.size for _, entry in files)
         working: deque[tuple[_Part, list[Future[None]]]] = deque()
-        with ThreadPoolExecutor(jobs, "export") as pool:
+        with ThreadPoolExecutor(self._jobs, "export") as pool:
             try:
                 for path, entry in files:
                     part = _Part(path, entry, self._store.open_file(entry))
@@ -259,6 +294,38 @@ def _without_links(entries: list[tuple[bytes, Entry]], originals: Mapping[int, b
 def _part_name(path: bytes) -> bytes:
     """A name beside `path` to write under."""
     return os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.moonclipfs-part".encode())
+
+
+def _make_directories(path: bytes) -> list[bytes]:
+    """Make a directory and what is missing above it; return those, deepest first, that got a name by it."""
+    above, place = [], path
+    while not os.path.isdir(place):
+        place = os.path.dirname(place)
+        above.append(place)
+    os.makedirs(path, exist_ok=True)
+    return above
+
+
+def _finish_directory(path: bytes, entry: Entry | None) -> list[str]:
+    """Give a directory the attributes of its entry, if any, and make these and the names in it durable."""
+    shown = os.fsdecode(path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError as error:
+        if entry is not None:
+            raise
+        return [f"{shown}: a new name in it may not outlive a crash of this host: {error.strerror}"]
+    try:
+        notes = restore_attributes(path, entry, path) if entry is not None else []
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_FSYNC:
+                raise
+            notes.append(f"{shown}: the names in it may not outlive a crash of this host: {error.strerror}")
+    finally:
+        os.close(fd)
+    return notes
 
 
 def _make_directory(path: bytes) -> None:

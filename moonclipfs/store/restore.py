@@ -21,7 +21,10 @@ def restore_attributes(path: bytes, entry: Entry, name: bytes) -> list[str]:
     """
     attributes, notes = entry.attributes, []
     if os.geteuid() == 0:
-        os.chown(path, attributes.uid, attributes.gid, follow_symlinks=False)
+        try:
+            os.chown(path, attributes.uid, attributes.gid, follow_symlinks=False)
+        except OSError as error:  # root of a container has not every owner, and is not root on every file system
+            notes.append(f"{os.fsdecode(name)}: owner {attributes.uid}:{attributes.gid}: {error.strerror}")
     if entry.type is not EntryType.SYMLINK:
         status = os.lstat(path)
         owned = (status.st_uid, status.st_gid) == (attributes.uid, attributes.gid)

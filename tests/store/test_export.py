@@ -9,21 +9,24 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, ExistsError, NoSpaceError
+from moonclipfs.errors import BackendError, CorruptError, ExistsError, NoSpaceError
 from moonclipfs.store import export as exporting
 from moonclipfs.store.add import add
 from moonclipfs.store.export import export
+from moonclipfs.store.ingest import IngestStats
 from moonclipfs.store.packs import pack_key
 from moonclipfs.store.progress import Progress
+from moonclipfs.store.recipes import Recipe
 from moonclipfs.store.store import Store
 from moonclipfs.types import Attributes, BytesSource, Entry, EntryType, Extent, Version
+from tests.nobody import Nobody
 from tests.store.kit import noise, packs, publish, series
 from tests.store.test_add import lay
 
@@ -154,11 +157,12 @@ def test_a_name_from_the_store_does_not_lead_out(name: str, store: Store, tmp_pa
     assert (directory / "run" / "fine" / "f").read_bytes() == b"1"
 
 
-def bind_entry(store: Store, entry: Entry, data: bytes = b"") -> Version:
-    """A snapshot of one file with the attributes of `entry`."""
+def bind_entry(store: Store, entry: Entry, data: bytes | None = b"") -> Version:
+    """A snapshot of one file with the attributes of `entry`; without `data`, of one other thing."""
     with store.ingest() as ingest:
-        child, size, _ = ingest.put_file(BytesSource(data))
-        entry = replace(entry, child=child, size=size)
+        if data is not None:
+            child, size, _ = ingest.put_file(BytesSource(data))
+            entry = replace(entry, child=child, size=size)
         return ingest.publish("odd", ingest.put_directory([entry]), {})
 
 
@@ -272,6 +276,199 @@ def test_attributes_that_the_host_refuses_are_told(
     version = bind_entry(store, Entry(b"f", EntryType.FILE, Attributes(0o644, xattrs={b"user.x": b"1"})))
     report = export(store, version, tmp_path / "target")
     assert report.notes == [f"{tmp_path}/target/f: extended attribute user.x: Operation not supported"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM])
+@pytest.mark.parametrize("kind", [EntryType.FILE, EntryType.SYMLINK, EntryType.FIFO])
+def test_an_owner_that_the_host_refuses_is_told(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: EntryType
+) -> None:
+    """As in a container whose root is nobody outside. No bit lets a file run as an owner that it was not meant for."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "chown", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    attributes = Attributes(0o6755, 12345, 12345, mtime_ns=5)
+    entry = Entry(b"f", kind, attributes, target=b"t" if kind is EntryType.SYMLINK else b"")
+    for _ in range(2):
+        report = export(store, bind_entry(store, entry, b"x" if kind is EntryType.FILE else None), tmp_path / "target")
+        status = os.lstat(tmp_path / "target" / "f")
+        assert (status.st_mtime_ns, status.st_mode & 0o6000) == (5, 0)
+        if kind is not EntryType.SYMLINK:
+            assert stat.S_IMODE(status.st_mode) == 0o755
+        assert f"{tmp_path}/target/f: owner 12345:12345: {os.strerror(code)}" in report.notes
+        os.unlink(tmp_path / "target" / "f")
+
+
+IN_A_CONTAINER = """
+import sys
+from pathlib import Path
+from moonclipfs.store.export import export
+from moonclipfs.store.store import Store
+
+with Store.open(sys.argv[1], index_path=Path(sys.argv[3])) as store:
+    print(*export(store, store.resolve("odd"), Path(sys.argv[2])).notes, sep="\\n")
+"""
+
+
+def test_an_export_in_a_container_without_rights(store: Store, tmp_path: Path) -> None:
+    inside = ["unshare", "-U", "-r"]
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this host lets nobody make a user namespace")
+    bind_entry(store, Entry(b"f", EntryType.FILE, Attributes(0o4755, 1234, 1234)), b"data")
+    target = tmp_path / "target"
+    command = [*inside, sys.executable, "-c", IN_A_CONTAINER, str(store.path), str(target), str(tmp_path / "other")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert f"{target}/f: owner 1234:1234: Invalid argument" in done.stdout.splitlines(), done.stderr
+    assert (target / "f").read_bytes() == b"data"
+    assert stat.S_IMODE((target / "f").stat().st_mode) == 0o755
+
+
+def test_another_versions_bytes_do_not_count_as_done(store: Store, tmp_path: Path) -> None:
+    """Whatever their length and time: pieces of any kind, at any place, are compared."""
+    size, target = 3 * limits.MIB, tmp_path / "target"
+    base = {
+        "model": series(1)[0],
+        "sparse": noise(2, 200_000) + bytes(size) + noise(3, 200_000),
+        "zeros": bytes(size),
+        "small": b"small",
+    }
+    variants = [base]
+    for name, at in [("model", 70_000), ("sparse", 10), ("sparse", size), ("sparse", -1), ("zeros", -1), ("small", 2)]:
+        changed = bytearray(variants[-1][name])
+        changed[at] ^= 1
+        variants.append({**variants[-1], name: bytes(changed)})
+    for number, files in enumerate(variants):
+        publish(store, "run", files)
+        if number:
+            with pytest.raises(ExistsError, match="exists and differs"):
+                export(store, store.resolve("run"), target)
+        report = export(store, store.resolve("run"), target, overwrite=True)
+        assert (report.files, report.skipped) == ((1, 3) if number else (4, 0))
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == files
+
+
+def test_bytes_of_a_part_of_an_object_are_compared(store: Store, tmp_path: Path) -> None:
+    with store.ingest() as ingest:
+        whole = ingest.put_contents(BytesSource(noise(1, 100_000)))[0].extents[0]
+        recipe = Recipe([Extent(5_000, whole.object_id, 100), Extent(3), Extent(2, literal=b"ab")])
+        part = ingest.put_recipe(recipe, IngestStats())
+        entry = Entry(b"f", EntryType.FILE, Attributes(0o644), recipe.size, part)
+        version = ingest.publish("a", ingest.put_directory([entry]), {})
+    data = noise(1, 100_000)[100:5_100] + bytes(3) + b"ab"
+    for at in (None, 0, 4_999, 5_000, 5_004):
+        target = tmp_path / f"target-{at}"
+        changed = bytearray(data)
+        if at is not None:
+            changed[at] ^= 1
+        lay(target, {"f": bytes(changed)})
+        os.utime(target / "f", ns=(0, 0))
+        assert export(store, version, target, overwrite=True).skipped == (at is None)
+        assert (target / "f").read_bytes() == data
+
+
+def test_overwriting_brings_the_attributes_of_what_has_the_right_bytes(store: Store, tmp_path: Path) -> None:
+    source = lay(tmp_path / "source", {"f": b"same", "link": b""})
+    os.utime(source / "f", ns=(7, 7))
+    add(store, [source])
+    os.chmod(source / "f", 0o711)
+    os.setxattr(source / "f", "user.note", b"new")
+    add(store, [source])
+    export(store, store.resolve("source@1"), tmp_path / "target")
+    before = tree(tmp_path / "target")
+    export(store, store.resolve("source@2"), tmp_path / "target")
+    assert tree(tmp_path / "target")["f"] == before["f"]
+    assert export(store, store.resolve("source@2"), tmp_path / "target", overwrite=True).skipped == 2
+    assert tree(tmp_path / "target") == tree(source)
+
+
+def test_what_cannot_be_read_does_not_count_as_done(store: Store, tmp_path: Path, nobody: Nobody) -> None:
+    publish(store, "a", {"f": b"1"})
+    export(store, store.resolve("a"), tmp_path / "target")
+    with nobody.copy(tmp_path / "target") as target:
+        os.chmod(target / "f", 0)
+        entry = store.lookup(store.resolve("a"), b"f")
+
+        def compare() -> None:
+            work = exporting._Export(store, lambda _: None, False, 1)
+            with pytest.raises(ExistsError, match="exists and differs"):
+                work.todo([(os.fsencode(target / "f"), entry)])
+
+        nobody.run(compare)
+
+
+@pytest.mark.parametrize("what", [b"", b"sub", b"model"])
+def test_every_byte_and_name_is_durable(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: bytes
+) -> None:
+    """A file's bytes before its name; a name, and what a directory was given, by a later fsync of that directory."""
+    source = rich(tmp_path / "source")
+    add(store, [source])
+    named: dict[str, int] = {}
+    synced: dict[str, int] = {}
+    files: list[str] = []
+    step = 0
+
+    def watch(call: str, place: Callable[..., list[str]], into: dict[str, int]) -> None:
+        plain = getattr(os, call)
+
+        def watched(*arguments: object, **more: object) -> object:
+            nonlocal step
+            step += 1
+            seen = place(*arguments)
+            into.update(dict.fromkeys(seen, step))
+            return plain(*arguments, **more)
+
+        monkeypatch.setattr(os, call, watched)
+
+    def parent(path: bytes) -> str:
+        return os.path.dirname(os.fsdecode(path))
+
+    def renamed(old: bytes, new: bytes) -> list[str]:
+        if stat.S_ISREG(os.lstat(old).st_mode) and os.lstat(old).st_nlink == 1:
+            files.append(os.fsdecode(old))
+            assert os.fsdecode(old) in synced
+        return [parent(new)]
+
+    watch("fsync", lambda fd: [os.readlink(f"/proc/self/fd/{fd}")], synced)
+    watch("rename", renamed, named)
+    watch("mkdir", lambda path, *_: [parent(path)], named)
+    watch("utime", lambda path: [os.fsdecode(path)] if os.path.isdir(path) else [], named)
+    target = tmp_path / "new" / "er" / "target"
+    export(store, store.resolve("source"), target, path=what)
+    assert len(files) == (1 if what == b"model" else 3 if what == b"sub" else 5)
+    wanted = {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "er"), str(target)}
+    wanted |= {str(path) for path in target.rglob("*") if path.is_dir()}
+    assert set(named) == wanted
+    assert {place: step for place, step in named.items() if synced.get(place, 0) < step} == {}
+    synced.clear()
+    named.clear()
+    export(store, store.resolve("source"), target, path=what)
+    regular = {str(path) for path in target.rglob("*") if path.is_file() and not path.is_symlink()}
+    assert regular <= set(synced), "what is left as it is was perhaps not durable"
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_a_directory_that_cannot_be_made_durable(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    publish(store, "a", {"f": b"1"})
+    plain = os.fsync
+
+    def failing(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        plain(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    if code == errno.EIO:
+        with pytest.raises(BackendError, match="error"):
+            export(store, store.resolve("a"), tmp_path / "target")
+    else:
+        (first, _) = export(store, store.resolve("a"), tmp_path / "target").notes
+        assert first == f"{tmp_path}/target: the names in it may not outlive a crash of this host: Invalid argument"
 
 
 KILLED = """
