@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,9 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from moonclipfs import limits
-from moonclipfs.errors import NotFoundError, UsageError
+from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError, NotFoundError, UsageError
 from moonclipfs.formats.sniff import parse
 from moonclipfs.store import move as moving
+from moonclipfs.store.gc import collect
 from moonclipfs.store.ingest import IngestStats, Intake, Previous
 from moonclipfs.store.log import Names
 from moonclipfs.store.paths import check_path
@@ -23,6 +25,8 @@ from moonclipfs.store.scan import FileSource, Found, scan
 from moonclipfs.store.sinks import EstimateSink
 from moonclipfs.store.store import Store, root_metadata
 from moonclipfs.types import NO_ID, Attributes, Entry, EntryType, ObjectId, Version, natural_key
+
+log = logging.getLogger(__name__)
 
 _ORDERED_BYTES = 64 * limits.KIB
 """Shorter files are not looked into before they are stored."""
@@ -163,6 +167,22 @@ class _Add:
 
     def run(self, *, move: bool) -> AddReport:
         """Store and publish each snapshot."""
+        try:
+            return self._run(move=move)
+        except NoSpaceError:
+            self._reclaim()
+            raise
+
+    def _reclaim(self) -> None:
+        """Give the disk back what was stored and is referred to by nothing."""
+        try:
+            collect(self._store, repack=False)
+        except MoonclipError as error:
+            log.warning(
+                "cannot give back what was stored already (%s): free some space, then run `moonclipfs gc`", error
+            )
+
+    def _run(self, *, move: bool) -> AddReport:
         for plan in self._plans:
             with self._store.ingest() as ingest:
                 earlier = self._earlier(plan.path)
@@ -240,9 +260,12 @@ class _Add:
             return None
         try:
             entry = self._store.lookup(version, path)
+            return self._store.open_file(entry) if entry.type is EntryType.FILE else None
         except NotFoundError:
             return None
-        return self._store.open_file(entry) if entry.type is EntryType.FILE else None
+        except CorruptError as error:
+            log.warning("%s cannot be read, so nothing is stored as a delta against it: %s", version.path, error)
+            return None
 
     def _planned_or_stored(
         self, planned: Mapping[bytes, Previous], version: Version | None, path: bytes
