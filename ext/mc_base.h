@@ -54,6 +54,7 @@ enum {
     MC_E_HEAD_LENGTH,
     MC_E_HEAD_CHECK,
     MC_E_TABLE,
+    MC_E_EXPONENT,
     MC_E_BLOCK_LENGTHS,
     MC_E_RANGE,
     MC_E_BLOCK_SHORT,

@@ -73,7 +73,10 @@ mc_plane_kinds mc_block_count(mc_scratch *scratch, const mc_head *head, u64 bloc
 size_t mc_block_encode(mc_scratch *scratch, const mc_head *head, u64 block, const u8 *raw, const u8 *base,
                        mc_plane_kinds kinds, u8 *out, unsigned *used);
 
-/* Read the models of an object, unpacked when the head says so, into scratch->models and get them ready for decoding. */
+/* Read and check the models of an object, unpacked when the head says so. Leaves *models alone when it has none. */
+int mc_read_models(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length, mc_models *models);
+
+/* Read them into scratch->models and get them ready for decoding. */
 int mc_read_shared(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length);
 
 /* Decode a whole block; does not look at its checksum. */

@@ -1,19 +1,30 @@
 #include "mc_object.h"
 #include "mc_zstd.h"
 
-int mc_read_shared(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length)
+int mc_read_models(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length, mc_models *models)
 {
-    const unsigned width = mc_plane_count(head);
     if (head->transform == MC_BYTES)
         return length ? MC_E_TABLE : MC_OK;
     if (head->packed) {
         length = mc_zstd_unpack_some(scratch, scratch->shared, sizeof scratch->shared, shared, length);
         shared = scratch->shared;
     }
-    int status = mc_models_read(&scratch->models, width, shared, length);
-    for (unsigned k = 0; k < width && !status; k++)
+    int status = mc_models_read(models, mc_plane_count(head), shared, length);
+    if (status)
+        return status;
+    /* Kernels count on it: they hold the exponents of narrow types, this one too, in a byte. */
+    const unsigned most = head->transform == MC_DELTA ? mc_dtype(head->dtype)->exponent_mask : 0;
+    return models->exponent_top > most ? MC_E_EXPONENT : MC_OK;
+}
+
+int mc_read_shared(mc_scratch *scratch, const mc_head *head, const u8 *shared, size_t length)
+{
+    int status = mc_read_models(scratch, head, shared, length, &scratch->models);
+    if (status || head->transform == MC_BYTES)
+        return status;
+    for (unsigned k = 0; k < mc_plane_count(head); k++)
         mc_decoder_build(&scratch->decoders[k], &scratch->models.plane[k]);
-    return status;
+    return MC_OK;
 }
 
 /* Decode one block; the base begins `skipped` elements before the block's own range. */

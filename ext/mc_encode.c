@@ -147,6 +147,16 @@ static u8 *write_models(mc_scratch *scratch, mc_head *head, unsigned used, u8 *a
     return at + packed;
 }
 
+/* The blocks have been verified with the models at hand: the finished head must give these again. */
+static int verify_models(mc_scratch *scratch, const mc_head *head)
+{
+    if (mc_read_models(scratch, head, head->shared, head->shared_length, &scratch->stored))
+        return MC_E_VERIFY;
+    if (head->transform == MC_BYTES)
+        return MC_OK;
+    return mc_models_equal(&scratch->models, &scratch->stored, mc_plane_count(head)) ? MC_OK : MC_E_VERIFY;
+}
+
 int mc_encode(mc_scratch *scratch, const mc_request *request, u8 *out, size_t *length)
 {
     mc_head head;
@@ -174,5 +184,6 @@ int mc_encode(mc_scratch *scratch, const mc_request *request, u8 *out, size_t *l
     *length = (size_t)(begin - out) + (size_t)(end - payload);
     head.head_length = (u64)(begin - out);
     mc_head_write(&head, out);
-    return mc_head_parse(&head, out, *length, *length);
+    status = mc_head_parse(&head, out, *length, *length);
+    return status || !request->verify ? status : verify_models(scratch, &head);
 }

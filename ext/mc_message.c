@@ -12,6 +12,7 @@ static const char *const messages[MC_E_COUNT] = {
     [MC_E_HEAD_LENGTH] = "head length does not fit the number of blocks",
     [MC_E_HEAD_CHECK] = "the head does not pass its checksum",
     [MC_E_TABLE] = "an entropy table contradicts itself",
+    [MC_E_EXPONENT] = "the shared exponent is none that the element type has",
     [MC_E_BLOCK_LENGTHS] = "the lengths of the blocks do not add up to the length of the object",
     [MC_E_RANGE] = "no such blocks",
     [MC_E_BLOCK_SHORT] = "the block is cut short",

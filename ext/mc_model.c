@@ -78,7 +78,7 @@ static int read_table(u16 frequency[256], unsigned bits, const u8 **position, co
         return MC_E_TABLE;
     unsigned symbols = *at++ + 1u, next = 0, sum = 0;
     for (unsigned i = 0; i < symbols; i++) {
-        if (end - at < 4 && end - at < 1 + (*at >> 4 == 15) + ((*at & 15) > 9) + ((*at & 15) == 15))
+        if (at == end || (end - at < 4 && end - at < 1 + (*at >> 4 == 15) + ((*at & 15) > 9) + ((*at & 15) == 15)))
             return MC_E_TABLE;
         unsigned gap = *at >> 4, size = *at & 15, value = size + 1;
         at++;
@@ -178,4 +178,20 @@ u8 *mc_models_write(const mc_models *models, unsigned width, u8 *at)
     for (unsigned k = width; k-- > 0;)
         at = mc_model_write(&models->plane[k], at);
     return at;
+}
+
+static int model_equal(const mc_model *a, const mc_model *b)
+{
+    if (a->tables != b->tables || !a->tables)
+        return a->tables == b->tables;
+    return a->bits == b->bits && a->shape == b->shape && !memcmp(a->map, b->map, sizeof a->map) &&
+           !memcmp(a->frequency, b->frequency, a->tables * sizeof a->frequency[0]);
+}
+
+int mc_models_equal(const mc_models *a, const mc_models *b, unsigned width)
+{
+    int equal = a->exponent_top == b->exponent_top;
+    for (unsigned k = 0; k < width && equal; k++)
+        equal = model_equal(&a->plane[k], &b->plane[k]);
+    return equal;
 }

@@ -17,6 +17,9 @@ u8 *mc_model_write(const mc_model *model, u8 *at);
 int mc_models_read(mc_models *models, unsigned width, const u8 *at, size_t length);
 u8 *mc_models_write(const mc_models *models, unsigned width, u8 *at);
 
+/* Do they decode alike? */
+int mc_models_equal(const mc_models *a, const mc_models *b, unsigned width);
+
 /* Frequencies that add up to 1 << bits, at least 1 for what occurs and never all for one symbol. `total` > 0. */
 void mc_normalise(u16 frequency[256], const u32 counts[256], u32 total, unsigned bits);
 

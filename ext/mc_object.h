@@ -12,7 +12,7 @@ typedef struct {
     unsigned base_dtype;
     u64 base_start;
     int models; /* whether rANS may be used: its models do not pay in a very small object */
-    int verify; /* decode each block again and compare it with `raw` */
+    int verify; /* decode each block again and compare it with `raw`, and read the finished head */
 } mc_request;
 
 /* Room that mc_encode() needs for its output; 0 when the request is not one that can be encoded. */

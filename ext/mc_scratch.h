@@ -8,7 +8,7 @@
 
 typedef struct {
     void *compressor, *decompressor; /* ZSTD_CCtx, ZSTD_DCtx */
-    mc_models models;
+    mc_models models, stored; /* what is worked with; what an encoder reads back of it from the finished object */
     mc_decoder decoders[MC_MAX_WIDTH];
     mc_encoder encoders[MC_MAX_WIDTH];
     mc_counts counts[MC_MAX_WIDTH];

@@ -377,6 +377,8 @@ def _decode_planes(blocks: list[Block], shared: bytes, kind: DType, predicted: A
     if not coded:
         return
     top, at = struct.unpack_from("<H", shared)[0], 2
+    if top > (0 if predicted is None else kind.mask):
+        raise Damaged("shared exponent out of range")
     exponents, element = {}, 0
     for number, block in enumerate(blocks):
         of_full = number * 16 // len(blocks) if predicted is None else 0

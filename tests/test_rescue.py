@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +13,19 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from moonclipfs import rescue
+from moonclipfs import _codec, rescue
+from moonclipfs.codec.encoded import TRANSFORM_DELTA
 from moonclipfs.store.add import add
 from moonclipfs.store.directories import _encode_entry
 from moonclipfs.store.objects import CONTEXTS, object_id
 from moonclipfs.store.records import encode_record, record_name
 from moonclipfs.store.store import Store
-from moonclipfs.types import Entry, EntryType, Kind
+from moonclipfs.types import DType, Entry, EntryType, Kind
+from tests.codec.samples import updated
 from tests.store import kit
 
 SCRIPT = Path(rescue.__file__)
-pytest.importorskip("zstandard", reason="the rescue reader needs zstandard")
+zstandard = pytest.importorskip("zstandard", reason="the rescue reader needs zstandard")
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -238,3 +241,19 @@ def test_its_blake3(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_named_in_every_store(store: Store) -> None:
     assert "rescue.py STORE TARGET" in (Path(store.path) / "README.txt").read_text()
+
+
+def test_an_encoded_object_whose_shared_exponent_the_type_has_not() -> None:
+    before, after = updated(1536, DType.F32, scale=1e-4)
+    data = bytearray(_codec.encode(after, DType.F32, TRANSFORM_DELTA, before, DType.F32))
+    assert rescue.decode(bytes(data), before) == after
+    shared = data[44 : struct.unpack_from("<I", data, 24)[0]]
+    if data[7]:
+        plain = zstandard.ZstdDecompressor().decompress(shared, max_output_size=1 << 18)
+        data[44 : 44 + len(shared)] = plain
+        data[7] = 0
+        struct.pack_into("<I", data, 24, 44 + len(plain))
+    assert rescue.decode(bytes(data), before) == after
+    data[45] ^= 1
+    with pytest.raises(rescue.Damaged, match="exponent"):
+        rescue.decode(bytes(data), before)

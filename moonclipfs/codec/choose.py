@@ -53,7 +53,8 @@ class Encoding:
 def encode(raw: Buffer, dtype: DType, bases: Sequence[Base] = ()) -> Encoding:
     """Encode `raw` in the smallest of the ways that a sample shows to be promising.
 
-    The result has been decoded and compared with `raw`: CorruptError if it differs (memory is at fault, or the codec).
+    All blocks have been decoded and compared with `raw`, and the finished head has been read: CorruptError if anything
+    differs (memory is at fault, or the codec).
     Raises UsageError above `limits.RAW_BYTES`.
     """
     view = memoryview(raw).cast("B")

@@ -15,7 +15,8 @@ from moonclipfs.codec.choose import Base
 from moonclipfs.errors import CorruptError, UsageError
 from moonclipfs.limits import BLOCK_ELEMENTS, RAW_BYTES
 from moonclipfs.types import DType
-from tests.codec.samples import any_case, updated, weights
+from tests.codec.samples import any_case, available_kernels, updated, weights
+from tests.codec.twin import EXPONENTS
 from tests.codec.twin_hash import xxh3_64
 
 
@@ -219,6 +220,60 @@ def test_packed_models_that_cannot_be_unpacked() -> None:
     data = bytearray(shared_only(zstandard.compress(b"\0\0\0"), b"\x01" + bytes(40), bytes(40)))
     data[7] = 1
     assert encoded.decode(sealed(data)) == bytes(40)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BYTES], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("transform", [encoded.TRANSFORM_PLAIN, encoded.TRANSFORM_ROTATED, encoded.TRANSFORM_DELTA])
+def test_a_shared_exponent_that_the_type_has_not(dtype: DType, transform: int) -> None:
+    raw = bytes(range(100)) * 8
+    data = bytearray(_codec.encode(raw, dtype, transform, raw, dtype, models=False))
+    most = EXPONENTS[dtype][1] if transform == encoded.TRANSFORM_DELTA and dtype in EXPONENTS else 0
+    struct.pack_into("<H", data, 44, most)
+    assert encoded.decode(sealed(data), raw) == raw
+    for top in (most + 1, most + 256, 0xFFFF):
+        struct.pack_into("<H", data, 44, top)
+        with pytest.raises(CorruptError, match="exponent"):
+            encoded.decode(sealed(data), raw)
+
+
+def with_plain_models(data: bytes) -> bytearray:
+    """The same object of one block with its models unpacked."""
+    import zstandard
+
+    length = encoded.head_length(data[: encoded.PREFIX_BYTES])
+    shared = data[44:length]
+    if data[7]:
+        shared = zstandard.ZstdDecompressor().decompress(shared, max_output_size=1 << 18)
+    plain = bytearray(data[:44] + shared + data[length:])
+    plain[7] = 0
+    struct.pack_into("<I", plain, 24, 44 + len(shared))
+    return plain
+
+
+@pytest.mark.parametrize("dtype", [DType.F8_E4M3, DType.BF16, DType.F32, DType.F64], ids=lambda dtype: dtype.name)
+def test_all_kernels_agree_on_damaged_models(dtype: DType) -> None:
+    """What one processor reads, every other one reads."""
+
+    def outcome(name: str, damaged: bytes) -> bytes | None:
+        _codec.use_kernel(name)
+        try:
+            return encoded.decode(damaged, before)
+        except CorruptError:
+            return None
+
+    before, after = updated(1536, dtype, scale=1e-2 if dtype is DType.F8_E4M3 else 1e-4)  # whole groups
+    data = with_plain_models(_codec.encode(after, dtype, encoded.TRANSFORM_DELTA, before, dtype))
+    used, head = _codec.kernel(), encoded.head_length(data[: encoded.PREFIX_BYTES])
+    assert head > 60, "no models to damage"
+    try:
+        for at in range(44, min(head, 200)):
+            for flip in (1, 2, 0x80):
+                damaged = bytearray(data)
+                damaged[at] ^= flip
+                outcomes = {outcome(name, sealed(damaged)) for name in available_kernels()}
+                assert len(outcomes) == 1, f"byte {at} with {flip:#x} flipped"
+    finally:
+        _codec.use_kernel(used)
 
 
 def test_a_claim_of_much_raw_data_allocates_nothing() -> None:

@@ -19,8 +19,8 @@ LOW = 1 << 15
 LANES = 32
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FLOATS_BELOW = {DType.C64: DType.F32, DType.C128: DType.F64}
-# where the exponent is: shift, mask
-_EXPONENTS = {
+# where the exponent is: shift, mask (which is also the largest exponent field)
+EXPONENTS = {
     DType.F16: (10, 0x1F), DType.BF16: (7, 0xFF), DType.F32: (23, 0xFF), DType.F64: (52, 0x7FF),
     DType.F8_E4M3: (3, 0xF), DType.F8_E5M2: (2, 0x1F), DType.F8_E4M3FNUZ: (3, 0xF), DType.F8_E5M2FNUZ: (2, 0x1F),
     DType.C64: (23, 0xFF), DType.C128: (52, 0x7FF),
@@ -122,6 +122,7 @@ class Twin:
         if transform != BYTES:
             cursor = Cursor(shared)
             self.exponent_top = struct.unpack("<H", cursor.take(2))[0]
+            assert self.exponent_top <= (EXPONENTS.get(self.dtype, (0, 0))[1] if transform == DELTA else 0)
             self.models = [read_model(cursor) for _ in range(self.width)][::-1]
             assert cursor.at == len(shared)
 
@@ -152,9 +153,9 @@ class Twin:
         """The lowest four bits of the contexts of a block's elements."""
         if elements is None:
             return np.full(n, block * 16 // self.blocks, np.int64)
-        if self.dtype not in _EXPONENTS:
+        if self.dtype not in EXPONENTS:
             return np.zeros(n, np.int64)
-        shift, mask = _EXPONENTS[self.dtype]
+        shift, mask = EXPONENTS[self.dtype]
         exponent = (elements >> elements.dtype.type(shift)).astype(np.int64) & mask
         return np.clip(self.exponent_top - exponent, 0, 15)
 
