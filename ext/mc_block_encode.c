@@ -57,7 +57,9 @@ static void encode_plane(block_encoder *e, unsigned k, size_t n, u8 **frames)
     e->bytes[k] = plane;
     e->length[k] = n;
     if (e->kinds.constant >> k & 1) {
+        static const u8 zero = 0; /* stands in a plane without bytes: what its memory holds is left from other objects */
         e->method[k] = MC_CONST;
+        e->bytes[k] = n ? plane : &zero;
         e->length[k] = 0;
         return;
     }

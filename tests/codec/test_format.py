@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import moonclipfs.codec
@@ -54,6 +55,14 @@ def test_the_format_document_quotes_the_limits() -> None:
     for value in (limits.BLOCK_ELEMENTS, limits.BLOCK_BYTES):
         assert str(value) in text
     assert limits.RAW_BYTES == 1 << 30 and "2^30" in text
+
+
+def test_c_floats_are_rounded_alike_on_every_machine() -> None:
+    """They choose models: fused where a processor can, they would give the same object other bytes there."""
+    project = tomllib.loads((ROOM.parent.parent / "pyproject.toml").read_text())
+    (extension,) = project["tool"]["setuptools"]["ext-modules"]
+    assert "-ffp-contract=off" in extension["extra-compile-args"]
+    assert not {"-ffast-math", "-Ofast"} & set(extension["extra-compile-args"])
 
 
 def test_the_stub_lists_what_the_extension_has() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -151,6 +155,35 @@ def test_threads_work_at_the_same_time_and_do_not_share_scratch() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def short_encodings() -> list[Callable[[], object]]:
+    """Encoders of objects of every type in every way, most of them shorter than a few elements."""
+    source = np.random.default_rng(3).integers(0, 7, 5000, dtype=np.uint8).tobytes()
+    found: list[Callable[[], object]] = []
+    for dtype, length in itertools.product(DType, (*range(10), 15, 17, 63, 250, 1001, 4999)):
+        raw, old = source[:length], source[length // 2 :: 2]
+        found.append(partial(choose.encode, raw, dtype))
+        can = filter(partial(_codec.can_predict, dtype), (DType.F32, dtype))
+        found.extend(partial(_codec.encode, raw, dtype, encoded.TRANSFORM_DELTA, old, base, 3) for base in can)
+    return found
+
+
+def test_encodings_do_not_depend_on_what_was_encoded_before(kernel: str) -> None:
+    """Nothing of one object gets into another through memory that is used again."""
+    encoders = short_encodings()
+    order, chance = list(range(len(encoders))), random.Random(8)
+    first: dict[int, object] = {}
+    for fill in (0, 0x11, 0xFF, None):
+        for length in (8 * BLOCK_ELEMENTS, 4 * BLOCK_ELEMENTS + 1):
+            old = chance.randbytes(length) if fill is None else bytes([fill]) * length
+            for dtype in (DType.F64, DType.F32, DType.BYTES):
+                _codec.encode(old, dtype, 1 if dtype is not DType.BYTES else 0)
+            _codec.encode(old, DType.F64, encoded.TRANSFORM_DELTA, old, DType.F32, 5)
+        for number in order:
+            data = encoders[number]()
+            assert first.setdefault(number, data) == data, encoders[number]
+        chance.shuffle(order)
 
 
 @given(any_case())
