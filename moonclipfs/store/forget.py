@@ -61,6 +61,6 @@ def _exclusive(store: Store, versions: Sequence[tuple[str, int]]) -> int | None:
     kept = int(table.stored[survey.measure(table).needed].sum())
     try:
         survey.mark()
+        return int(table.stored[survey.measure(table).needed].sum()) - kept
     except CorruptError:
         return None
-    return int(table.stored[survey.measure(table).needed].sum()) - kept

@@ -36,7 +36,7 @@ from moonclipfs.store.records import record_name
 from moonclipfs.store.repack import copy_objects
 from moonclipfs.store.store import Store
 from moonclipfs.store.survey import Survey
-from moonclipfs.store.waste import Waste, removable
+from moonclipfs.store.waste import Waste
 
 _POLL_SECONDS = 0.1
 _OWNER_CHARACTERS = 32
@@ -82,9 +82,9 @@ def collect(
     """Delete what no kept version needs; `progress` is told the bytes of objects copied.
 
     Waits for `wait_seconds` at most for other processes to see what was condemned. On a full disk the store's reserve
-    is given back first, and taken again at the end. Raises CorruptError when it cannot be known what is needed,
-    NoSpaceError when not even the reserve lets it write, UsageError for a store that is open for reading only,
-    LeaseLostError, BackendError.
+    is given back first, and taken again at the end. Raises CorruptError when it cannot be known what is needed, as
+    when a kept version lacks an object (MissingObjectError), NoSpaceError when not even the reserve lets it write,
+    UsageError for a store that is open for reading only, LeaseLostError, BackendError.
     """
     if dry_run:
         return preview(store)
@@ -189,8 +189,7 @@ class _Run:
                 if not victims:
                     # Go on if stranded objects are safe by now, or if it is known what to leave alone.
                     return len(self._survey.left_alone) > left_alone or self._report.copied_bytes > copied
-                table = self._survey.footers.table()
-            return self._condemn(table, victims)
+            return self._condemn(victims)
 
     def _young_ns(self) -> int | None:
         """Packs stored since then may belong to an ingest that has not published yet; None when there is none.
@@ -245,7 +244,7 @@ class _Run:
         self._survey.left_alone |= copied.broken
         return [pack for pack in victims if pack not in copied.broken]
 
-    def _condemn(self, table: PackTable, victims: list[str]) -> bool:
+    def _condemn(self, victims: list[str]) -> bool:
         """Append the record. What is needed is looked at again against the names that it will follow."""
 
         def body(names: Names) -> Mapping[str, object]:
@@ -253,7 +252,8 @@ class _Run:
             self._survey.mark(names)
             condemned = self._survey.condemned
             left = [pack for pack in victims if pack not in condemned]
-            going = removable(table, self._survey.needed.ids(), condemned, left)
+            # Read again: what the versions bound meanwhile need may lie in packs that are new.
+            going = self._survey.removable(self._survey.footers.table(), condemned, left)
             if not going:
                 raise _NothingLeftError
             return {"packs": going}
@@ -286,7 +286,7 @@ class _Run:
         self._store.log.settle(self._survey.mark())
         table = self._survey.footers.table()
         condemned = {pack: record for pack, record in self._survey.condemned.items() if pack in table.numbers}
-        free = removable(table, self._survey.needed.ids(), (), list(condemned))
+        free = self._survey.removable(table, (), list(condemned))
         leases = live_leases(self._store.path, patience)
         waiting: dict[str, int] = {}
         blockers: dict[str, LeaseState] = {}

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError, UsageError
+from moonclipfs.errors import CorruptError, MissingObjectError, MoonclipError, NoSpaceError, UsageError
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.check import verify
 from moonclipfs.store.forget import forget
 from moonclipfs.store.gc import collect, open_to_reclaim, preview
-from moonclipfs.store.packs import pack_key
+from moonclipfs.store.packs import Location, pack_key
 from moonclipfs.store.store import Store
+from moonclipfs.types import BytesSource, Entry, EntryType
 from tests.faults import CountingOps, FaultyOps, KillingOps
-from tests.store.kit import contents, noise, packs, publish, series
+from tests.store.kit import ATTRIBUTES, contents, noise, packs, publish, series
 
 
 def test_nothing_to_do(store: Store) -> None:
@@ -188,19 +189,74 @@ def test_a_damaged_log_deletes_nothing(store: Store, expect_log: Callable[[str],
     assert packs(store) == before
 
 
-def test_a_lost_object_stops_nothing(store: Store) -> None:
-    """What is in no pack cannot be lost by deleting others."""
+def test_a_lost_directory_stops_gc_until_its_version_is_forgotten(store: Store) -> None:
     fill(store)
-    location = store.index.find(store.recipe(store.lookup(store.resolve("c"), b"own")).object_ids()[0])
+    location = store.index.find(store.resolve("c").root)
     assert location is not None
     (store.path / pack_key(location.pack)).unlink()
     store.close()
     with Store.open(store.path, write=True) as other:
+        before = packs(other)
         with pytest.raises(CorruptError, match="c@1"):
             collect(other)
+        assert packs(other) == before
         report = forget(other, [other.resolve("c")])
         assert report.gc.deleted_packs > 0
         assert contents(other, "b")["own"] == noise(ord("b"), 6000)
+
+
+def publish_delta_in_a_pack_of_its_own(store: Store, name: str, before: str, data: bytes) -> Location:
+    """Bind `name` to a file that is stored against file m of `before`, its recipe and directory in another pack."""
+    with store.ingest() as ingest:
+        earlier = store.open_file(store.lookup(store.resolve(before), b"m"))
+        recipe, stats = ingest.put_contents(BytesSource(data), earlier)
+        ingest._packs_sink.flush()  # as when the pack is full
+        entry = Entry(b"m", EntryType.FILE, ATTRIBUTES, len(data), ingest.put_recipe(recipe, stats))
+        ingest.publish(name, ingest.put_directory([entry]), {})
+    location = store.index.find(recipe.object_ids()[0])
+    assert location is not None
+    assert location.depth == 1
+    return location
+
+
+def test_while_a_pack_of_deltas_is_away_their_base_stays(store: Store, tmp_path: Path) -> None:
+    """What an object that is in no pack is stored against is not known, and the pack may come back."""
+    first, second = series(2, 20_000)
+    publish(store, "a", {"m": first})
+    publish(store, "whole", {"own": noise(1)})
+    location = publish_delta_in_a_pack_of_its_own(store, "b", "a", second)
+    store.log.forget([("a", 1)])
+    store.close()
+    away = tmp_path / "away"
+    (store.path / pack_key(location.pack)).rename(away)
+    with Store.open(store.path, write=True) as other:
+        before = packs(other)
+        told = f"b@1/m: object {location.object_id.hex()} .*bring back .*moonclipfs forget"
+        for reclaim in (collect, preview, lambda other: forget(other, [other.resolve("whole")])):
+            with pytest.raises(MissingObjectError, match=told):
+                reclaim(other)
+        assert packs(other) == before
+        assert "whole" in other.names().bound()
+    away.rename(store.path / pack_key(location.pack))
+    with Store.open(store.path, write=True) as other:
+        collect(other)
+        assert contents(other, "b") == {"m": second}
+
+
+def test_a_version_that_lacks_an_object_can_be_forgotten(store: Store) -> None:
+    first, second = series(2, 20_000)
+    publish(store, "a", {"m": first})
+    publish(store, "whole", {"own": noise(1)})
+    location = publish_delta_in_a_pack_of_its_own(store, "b", "a", second)
+    store.log.forget([("a", 1)])
+    (store.path / pack_key(location.pack)).unlink()
+    store.close()
+    with Store.open(store.path, write=True) as other:
+        report = forget(other, [other.resolve("b")])
+        assert report.exclusive is None
+        assert report.gc.deleted_packs == 2
+        assert collect(other).problems == []
+        assert contents(other, "whole") == {"own": noise(1)}
 
 
 def test_leftovers_of_dead_owners_go_and_those_of_live_ones_stay(store: Store) -> None:
