@@ -153,6 +153,9 @@ class _Run:
         self._report = GcReport()
         self._counted = False
         self._copied = self._to_copy = 0
+        self._at_once = limits.REPACK_BYTES
+        self._full = False
+        """Whether not even the smallest copies fit on the disk."""
         self.reserve_released = False
         """Whether there is nothing left to give back when the disk is full."""
 
@@ -184,12 +187,16 @@ class _Run:
             if not len(rows) and not victims:
                 return False
             if len(rows):
-                left_alone, copied = len(self._survey.left_alone), self._report.copied_bytes
+                before = self._state()
                 victims = self._copy(table, rows, victims)
                 if not victims:
                     # Go on if stranded objects are safe by now, or if it is known what to leave alone.
-                    return len(self._survey.left_alone) > left_alone or self._report.copied_bytes > copied
+                    return self._state() != before
             return self._condemn(victims)
+
+    def _state(self) -> tuple[object, ...]:
+        """What a choice depends on beside the packs."""
+        return len(self._survey.left_alone), self._report.copied_bytes, self._at_once, self._full
 
     def _young_ns(self) -> int | None:
         """Packs stored since then may belong to an ingest that has not published yet; None when there is none.
@@ -205,21 +212,26 @@ class _Run:
 
     def _choose(self, table: PackTable, waste: Waste) -> tuple[Rows, list[str]]:
         """Rows to copy, and packs to condemn after that: whole dead packs first, since they need no space."""
-        if len(waste.stranded):
+        nothing = np.zeros(0, np.int64)
+        if len(waste.stranded) and not self._full:
             return waste.stranded, []
         if waste.whole:
-            return np.zeros(0, np.int64), [table.names[number] for number in waste.whole]
-        if not self._repack:
-            return np.zeros(0, np.int64), []
+            return nothing, [table.names[number] for number in waste.whole]
+        if not self._repack or self._full:
+            return nothing, []
         stored = np.bincount(table.pack[waste.needed], table.stored[waste.needed], len(table.names))
         disk = os.statvfs(self._store.path)
-        room = min(limits.REPACK_BYTES, disk.f_bavail * disk.f_frsize // 2)
+        room = disk.f_bavail * disk.f_frsize // 2
+        partial = waste.partial
+        if stored[partial].sum() > room:
+            # Each that goes makes room for a larger one.
+            partial = sorted(partial, key=lambda number: float(stored[number]))
         chosen: list[int] = []
-        for number in waste.partial:
-            if chosen and stored[chosen].sum() + stored[number] > room:
+        for number in partial:
+            if chosen and stored[chosen].sum() + stored[number] > min(room, self._at_once):
                 break
             chosen.append(number)
-        self._to_copy = max(self._to_copy, self._copied + int(stored[waste.partial].sum()))
+        self._to_copy = max(self._to_copy, self._copied + int(stored[partial].sum()))
         rows = np.flatnonzero(waste.needed & np.isin(table.pack, chosen))
         return rows, [table.names[number] for number in chosen]
 
@@ -237,8 +249,11 @@ class _Run:
         except NoSpaceError as error:
             if not self.reserve_released:
                 raise
-            self._repack = False
-            self._report.problems.append(f"too little space to repack: {error}")
+            if len(victims) > 1:
+                self._at_once = 1  # byte: one pack at a time
+            else:
+                self._full = True
+                self._report.problems.append(f"too little space to repack: {error}")
             return []
         self._report.copied_bytes += copied.bytes
         self._survey.left_alone |= copied.broken

@@ -362,6 +362,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+def fill_up(disk: Path) -> None:
+    filler = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space"):
+        while True:
+            os.write(filler, bytes(4096))
+    os.close(filler)
+    assert os.statvfs(disk).f_bavail == 0
+
+
 def fill_disk(disk: Path) -> Path:
     """A store with little to keep, and not one byte left beside it."""
     root = disk / "store"
@@ -372,12 +381,7 @@ def fill_disk(disk: Path) -> Path:
             publish(store, f"old/{number}", {"big": noise(100 + number, 5 << 20)})
         publish(store, "old/half", {**kept, "g": noise(2, 5 << 20)})
         publish(store, "kept", kept)
-    filler = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
-    with pytest.raises(OSError, match="No space"):
-        while True:
-            os.write(filler, bytes(4096))
-    os.close(filler)
-    assert os.statvfs(disk).f_bavail == 0
+    fill_up(disk)
     with pytest.raises(NoSpaceError):
         Store.open(root, write=True)
     return root
@@ -407,3 +411,24 @@ def test_the_command_at_no_byte_free(small_disk: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert_room_again(root)
+
+
+def test_on_a_full_disk_small_copies_make_room_for_large_ones(small_disk: Path) -> None:
+    """The most dead pack needs more space than there is, until others have gone."""
+    root, mib = small_disk / "store", 1 << 20
+    Store.create(root).close()
+    kept = {"big": {"f": noise(2, 17 * mib)}} | {f"small{n}": {"f": noise(20 + n, 2 * mib)} for n in range(3)}
+    with Store.open(root, write=True) as store:
+        for number, (name, files) in enumerate(kept.items()):
+            publish(store, f"old/{name}", {"dead": noise(10 + number, (1 if number else 9) * mib), **files})
+            publish(store, name, files)
+    fill_up(small_disk)
+    with open_to_reclaim(root, "forget") as store:
+        report = forget(store, [one for one in store.names().all_versions() if one.path.startswith("old/")])
+        assert report.gc.problems == []
+        assert report.gc.freed_bytes > 11.9 * mib
+        assert report.gc.copied_bytes > 23 * mib
+    assert (root / "reserve").stat().st_blocks * 512 >= limits.RESERVE_BYTES
+    with Store.open(root) as store:
+        assert verify(store).ok
+        assert {name: contents(store, name) for name in kept} == kept
