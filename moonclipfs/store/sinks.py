@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moonclipfs import limits
 from moonclipfs.codec.choose import Base, encode, predict
 from moonclipfs.codec.sketch import NO_SKETCH
-from moonclipfs.errors import CorruptError
+from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store.backend import Backend
 from moonclipfs.store.bases import Candidate, Known, pick
 from moonclipfs.store.index import Index
@@ -198,11 +198,16 @@ class PackSink(_Seen):
         What the index says is no more than what its last look at the list of packs told.
         """
         packs, seen, bases = set(self._found_packs), set[ObjectId](), set(self._found_bases)
+        if bases:
+            # A base may also lie in a pack that was condemned before we came, and has gone since: not that one.
+            self._index.sync()
         while bases:
             seen |= bases
-            places = self._index.find_many(bases).values()
-            packs.update(place.pack for place in places)
-            bases = {place.base for place in places if place.base != NO_ID} - seen
+            places = self._index.find_many(bases)
+            if lost := bases - places.keys():
+                raise MissingObjectError(f"object {min(lost).hex()}, a base of what was found before, is in no pack")
+            packs.update(place.pack for place in places.values())
+            bases = {place.base for place in places.values() if place.base != NO_ID} - seen
         require_packs(self._backend, packs)
 
     def abort(self) -> None:
