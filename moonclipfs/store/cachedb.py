@@ -16,6 +16,8 @@ from moonclipfs.errors import BackendError, BusyError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+OWNER = "CREATE TABLE owner (tag TEXT NOT NULL)"
+"""The table that every cache has beside those of its schema."""
 _WAIT_SECONDS = 60.0
 _ATTEMPTS = 3
 _UNWRITABLE = frozenset(
@@ -40,6 +42,8 @@ class CacheDatabase:
         self._fill = fill
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
+        self.failure = ""
+        """Why it was last thrown away: other than by `discard`; empty if it was not."""
 
     def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Return what `work` does with the connection; it is called again after the cache was made anew.
@@ -77,6 +81,7 @@ class CacheDatabase:
             try:
                 self._connection = self._connect()
                 if self._identity() != (self._version, self._tag):
+                    self.failure = "it was of another store or another version"
                     self.discard()
                     self._connection = self._connect()
                 self._fill(self._connection)
@@ -104,7 +109,7 @@ class CacheDatabase:
         return connection
 
     def _create(self, connection: sqlite3.Connection) -> None:
-        for statement in (*self._schema.split(";"), "CREATE TABLE owner (tag TEXT NOT NULL)"):
+        for statement in (*self._schema.split(";"), OWNER):
             connection.execute(statement)
         connection.execute("INSERT INTO owner VALUES (?)", (self._tag,))
         connection.execute(f"PRAGMA user_version = {self._version}")
@@ -119,12 +124,15 @@ class CacheDatabase:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
         if code in _BUSY:
             raise BusyError(f"another process holds the index {self.path}: {error}") from error
-        if code in _UNWRITABLE:
+        # A file that calls itself read-only, and is not, is damaged.
+        writable = code == sqlite3.SQLITE_READONLY and self.path is not None and os.access(self.path, os.W_OK)
+        if code in _UNWRITABLE and not writable:
             log.info("the index %s cannot be written (%s): it goes on in memory", self.path, error)
             self.close()
             self.path = None
             return
         log.info("the index %s is damaged (%s): it is made anew from the packs", self.path, error)
+        self.failure = str(error)
         try:
             self.discard()
         except OSError as failure:

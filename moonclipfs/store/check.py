@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
-from itertools import groupby
 
 import numpy as np
 
-from moonclipfs.errors import BackendError, CorruptError, MoonclipError
+from moonclipfs.errors import BackendError, CorruptError, MoonclipError, NotFoundError
 from moonclipfs.formats.contents import findings
 from moonclipfs.formats.layout import Layout
 from moonclipfs.store import packfile
 from moonclipfs.store.log import Names
-from moonclipfs.store.objectcheck import ObjectCheck
-from moonclipfs.store.packs import Location, pack_key
+from moonclipfs.store.objectcheck import ObjectCheck, has_gone
+from moonclipfs.store.packs import pack_key
 from moonclipfs.store.problems import Problem, ProblemKind, VerifyReport
 from moonclipfs.store.reachable import Footers, PackTable
 from moonclipfs.store.records import decode_record, record_sequence
@@ -50,11 +49,12 @@ def _verify(store: Store, quick: bool, contents: bool, progress: Callable[[int, 
     footers = Footers(store.backend, store.packs)
     table = footers.table()
     problems += [Problem(ProblemKind.PACK, pack_key(pack), message) for pack, message in footers.damaged.items()]
-    problems += _check_records(store, table, footers, quick)
+    condemned = names.condemned()
+    problems += _check_records(store, table, footers, condemned, quick)
     # Before anything is looked up in it: a lookup that fails makes it anew without a word.
     problems += _check_index(store, footers)
     trees = read_trees(store, versions, table)
-    objects = ObjectCheck(store, table, trees.needed)
+    objects = ObjectCheck(store, table, trees.needed, condemned)
     if not quick:
         objects.audit(progress)
     for object_id, why in trees.unreadable.items():
@@ -93,7 +93,9 @@ def _check_log(store: Store, names: Names) -> Iterator[Problem]:
             yield Problem(ProblemKind.LOG, where, f"log record {sequence} is missing; {spare}")
 
 
-def _check_records(store: Store, table: PackTable, footers: Footers, quick: bool) -> Iterator[Problem]:
+def _check_records(
+    store: Store, table: PackTable, footers: Footers, condemned: Collection[str], quick: bool
+) -> Iterator[Problem]:
     """Check that the records of each pack fill it, so that no byte of it goes unchecked."""
     for pack, size in zip(table.names, table.sizes.tolist(), strict=True):
         if pack in footers.damaged:
@@ -107,36 +109,24 @@ def _check_records(store: Store, table: PackTable, footers: Footers, quick: bool
         if gaps.any():
             message = f"bytes from {int(edges[gaps][0])} on belong to no record, or to two"
             yield Problem(ProblemKind.PACK, pack_key(pack), message)
-        elif not quick and store.backend.read(pack_key(pack), 0, packfile.HEADER.size) != packfile.pack_header():
-            yield Problem(ProblemKind.PACK, pack_key(pack), "its header is damaged; its objects are not")
+        elif not quick and (wrong := _header_problem(store, pack)) and not has_gone(store, condemned, pack):
+            yield Problem(ProblemKind.PACK, pack_key(pack), wrong)
+
+
+def _header_problem(store: Store, pack: str) -> str:
+    try:
+        header = store.backend.read(pack_key(pack), 0, packfile.HEADER.size)
+    except (NotFoundError, BackendError) as error:
+        return f"its header cannot be read: {error}"
+    return "" if header == packfile.pack_header() else "its header is damaged; its objects are not"
 
 
 def _check_index(store: Store, footers: Footers) -> Iterator[Problem]:
     """Compare the index with the footers, and make it anew when they differ."""
-    store.index.sync()
-    wrong = ""
-    known, seen = set(footers.packs()), set[str]()
-    for pack, locations in groupby(store.index.iterate(), key=lambda location: location.pack):
-        seen.add(pack)
-        if pack not in known:
-            continue  # published since
-        rows = footers.entries(pack)
-        expected = (Location.from_entry(pack, row.tobytes()) for row in rows)
-        if sorted(locations, key=_offset) != sorted(expected, key=_offset):
-            wrong = wrong or f"it contradicts the footer of pack {pack}"
-    for pack in known:
-        ids = [row["id"].tobytes() for row in footers.entries(pack)]
-        if ids and pack not in seen:
-            wrong = wrong or f"it does not know pack {pack}"
-        elif len(store.index.find_many(ids)) < len(set(ids)):
-            wrong = wrong or f"it does not find all objects of pack {pack}"
+    wrong = store.index.contradiction({pack: footers.entries(pack) for pack in footers.packs()}, footers.damaged)
     if wrong:
         store.index.rebuild()
         yield Problem(ProblemKind.INDEX, "index", f"{wrong}; it was made anew from the packs", repaired=True)
-
-
-def _offset(location: Location) -> int:
-    return location.offset
 
 
 def _check_contents(store: Store, versions: Iterable[Version]) -> Iterator[Problem]:

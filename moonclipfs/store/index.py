@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import sqlite3
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from moonclipfs import limits
 from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store import packfile
 from moonclipfs.store.backend import Backend, KeyInfo
-from moonclipfs.store.cachedb import CacheDatabase, transaction
+from moonclipfs.store.cachedb import OWNER, CacheDatabase, transaction
 from moonclipfs.store.packs import Location, PackReader, pack_key, pack_of_key
 from moonclipfs.types import NO_ID, DType, Kind, ObjectId
 
@@ -82,6 +84,8 @@ class Index:
         self._database = CacheDatabase(path, _SCHEMA, _VERSION, store_id, self._sync)
         self._condemned: frozenset[str] = frozenset()
         self._rebuilt = False
+        self._resized: set[str] = set()
+        """Packs that were found with another length than the index had noted."""
 
     # Finding
 
@@ -248,6 +252,43 @@ class Index:
 
         return self._database.run(work)
 
+    # Checking
+
+    def contradiction(self, footers: Mapping[str, NDArray[np.void]], damaged: Collection[str]) -> str:
+        """Return how the index contradicts the `footers` of packs, or itself; empty when it does not.
+
+        `damaged` are packs whose footer is. A pack that the index knows and `footers` do not may be new, and one that
+        is gone is not looked for. When SQLite found damage before, that is the answer, once: it was made anew then.
+        """
+        wrong = self._database.run(lambda connection: self._contradiction(connection, footers, damaged))
+        failure, self._database.failure = self._database.failure, ""
+        resized, self._resized = self._resized & footers.keys() - set(damaged), set()
+        return wrong or failure or (f"it had another length of pack {min(resized)}" if resized else "")
+
+    def _contradiction(
+        self, connection: sqlite3.Connection, footers: Mapping[str, NDArray[np.void]], damaged: Collection[str]
+    ) -> str:
+        self._sync(connection)
+        (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            return f"SQLite says: {found}"
+        if _tables(connection) != _expected_tables():
+            return "its tables are not those that it was made with"
+        count = 0
+        for number, name, *info in connection.execute("SELECT number, name, entries, damaged FROM packs").fetchall():
+            count += info[0]
+            if name not in footers:
+                continue
+            query = "SELECT row, key, label, elements, entry FROM objects WHERE row >= ? AND row < ? ORDER BY row"
+            rows = connection.execute(query, (number << _ROW_BITS, (number + 1) << _ROW_BITS))
+            expected = _rows(number, footers[name])
+            same = all(one == other for one, other in zip_longest(rows, expected))
+            if not same or info != [len(footers[name]), name in damaged]:
+                return f"it contradicts the footer of pack {name}"
+        if connection.execute("SELECT count(*) FROM objects").fetchone() != (count,):
+            return "it has objects of no pack"
+        return ""
+
     # Changes
 
     def _sync(self, connection: sqlite3.Connection) -> None:
@@ -260,6 +301,7 @@ class Index:
         # A pack of another length than it had was cut off: what is left of it is read anew.
         stale = {pack for pack, size in known.items() if pack not in present or present[pack].size != size}
         self._drop(connection, stale)
+        self._resized |= stale & present.keys()
         self._condemned &= present.keys()
         new = present.keys() - (known.keys() - stale)
         batch, count = [], 0
@@ -309,6 +351,19 @@ class Index:
                 for (number,) in gone:
                     rows = (number << _ROW_BITS, (number + 1) << _ROW_BITS)
                     connection.execute("DELETE FROM objects WHERE row >= ? AND row < ?", rows)
+
+
+def _tables(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
+    """The definitions of all tables and indexes."""
+    query = "SELECT type, name, sql FROM sqlite_schema"
+    return set(connection.execute(query).fetchall())
+
+
+def _expected_tables() -> set[tuple[str, str, str]]:
+    with closing(sqlite3.connect(":memory:")) as fresh:
+        for statement in (*_SCHEMA.split(";"), OWNER, *_INDEXES):
+            fresh.execute(statement)
+        return _tables(fresh)
 
 
 def _page(connection: sqlite3.Connection, after: int) -> tuple[int, list[Location]]:

@@ -5,7 +5,7 @@ An object is broken when no copy of it can be read. What is broken through its b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -19,13 +19,24 @@ from moonclipfs.store.store import Store
 from moonclipfs.types import ObjectId
 
 
+def has_gone(store: Store, condemned: Collection[str], pack: str) -> bool:
+    """True when gc deleted a pack since it was listed. `condemned` are the packs condemned by then: nobody waits for
+    us with these, and the log forgets them when they are gone."""
+    try:
+        store.backend.size(pack_key(pack))
+    except NotFoundError:
+        return pack in condemned or pack in store.names().condemned()
+    return False
+
+
 class ObjectCheck:
     """What is wrong with the objects of a table. `broken` leads from an object to the problem behind it."""
 
-    def __init__(self, store: Store, table: PackTable, needed: Iterable[ObjectId]) -> None:
+    def __init__(self, store: Store, table: PackTable, needed: Iterable[ObjectId], condemned: Collection[str]) -> None:
         """Looks for what is missing, and for bases that lead nowhere; reads nothing."""
         self._store = store
         self._table = table
+        self._condemned = condemned
         self.broken: dict[ObjectId, Problem] = {}
         self.problems: list[Problem] = []
         closure = table.closure(needed, table.choose(np.zeros(len(table.names), np.bool_)))
@@ -46,7 +57,7 @@ class ObjectCheck:
             progress(done, total)
             if found.error is None:
                 whole.add(found.location.object_id)
-            elif not self._has_gone(found.location):
+            elif not has_gone(self._store, self._condemned, found.location.pack):
                 failed.append(found)
         for found in failed:
             if not found.through_base:
@@ -76,14 +87,6 @@ class ObjectCheck:
             return
         problem = self._report(ProblemKind.OBJECT, pack_key(location.pack), message)
         self.broken.setdefault(location.object_id, problem)
-
-    def _has_gone(self, location: Location) -> bool:
-        """True when gc deleted the pack since the table was made."""
-        try:
-            self._store.backend.size(pack_key(location.pack))
-        except NotFoundError:
-            return location.pack in self._store.names().condemned()
-        return False
 
     def _report(self, kind: ProblemKind, where: str, message: str) -> Problem:
         self.problems.append(Problem(kind, where, message))

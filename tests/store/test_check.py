@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from moonclipfs import limits
 from moonclipfs.errors import CorruptError, DeltaCycleError, MissingObjectError
+from moonclipfs.store import check
 from moonclipfs.store.check import verify
+from moonclipfs.store.gc import collect
 from moonclipfs.store.packs import Location, PackWriter, pack_key
 from moonclipfs.store.problems import Problem, ProblemKind
+from moonclipfs.store.reachable import Footers
 from moonclipfs.store.repack import copy_objects
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType, Kind
@@ -51,8 +55,8 @@ def place(store: Store, name: str, kind: Kind = Kind.DATA) -> Location:
     return location
 
 
-def found(store: Store, **options: bool) -> list[Problem]:
-    return verify(store, **options).problems
+def found(store: Store, *, quick: bool = False, inside: bool = False) -> list[Problem]:
+    return verify(store, quick=quick, contents=inside).problems
 
 
 @pytest.fixture
@@ -204,19 +208,9 @@ def test_a_damaged_record_before_a_checkpoint_is_found(store: Store) -> None:
         assert contents(other, "a70") == {"f": noise(1)}
 
 
-def test_an_index_that_lies_is_made_anew(line: Store) -> None:
-    right = sorted(line.index.iterate(), key=str)
+def test_an_index_that_does_not_know_a_pack_yet_is_right(line: Store) -> None:
     line.index.drop_pack(place(line, "a/own").pack)
-    line.index.sync()
-    assert found(line) == [], "sync alone finds packs that the index does not know"
-    line.index.close()
-    with closing(sqlite3.connect(line.path.parent / "index.sqlite", isolation_level=None)) as connection:
-        connection.execute("UPDATE objects SET key = key + 1 WHERE row % 2 = 0")
-    with reopened(line) as store:
-        (problem,) = found(store)
-        assert (problem.kind, problem.repaired) == (ProblemKind.INDEX, True)
-        assert found(store) == []
-        assert sorted(store.index.iterate(), key=str) == right
+    assert found(line) == []
 
 
 def test_contents_are_looked_into(store: Store) -> None:
@@ -224,7 +218,7 @@ def test_contents_are_looked_into(store: Store) -> None:
     publish(store, "cut", {"model.safetensors": data[:-1]})
     publish(store, "whole", {"model.safetensors": data})
     assert found(store) == []
-    (problem,) = found(store, contents=True)
+    (problem,) = found(store, inside=True)
     assert problem.where == "cut@1/model.safetensors"
     assert "data short by 1 byte" in problem.message
 
@@ -293,10 +287,108 @@ def test_a_flipped_bit_of_the_index_changes_no_answer(line: Store) -> None:
             flip(index, offset, chooser.randrange(8))
             with reopened(line) as store:
                 assert _reads_right_or_not_at_all(store, expected) == set()
-            index.write_bytes(whole)
-            flip(index, offset, chooser.randrange(8))
+    finally:
+        logging.getLogger("moonclipfs").setLevel(logging.NOTSET)
+
+
+def _dump(index: Path) -> list[str] | None:
+    """What an index says, as SQL; None when SQLite finds damage."""
+    try:
+        with closing(sqlite3.connect(index)) as connection:
+            if connection.execute("PRAGMA integrity_check").fetchall() != [("ok",)]:
+                return None
+            return [*connection.iterdump(), str(connection.execute("PRAGMA user_version").fetchone())]
+    except (sqlite3.Error, UnicodeDecodeError):
+        return None
+
+
+def test_a_flipped_bit_of_the_index_is_found_unless_it_means_nothing(line: Store, tmp_path: Path) -> None:
+    logging.getLogger("moonclipfs").setLevel(logging.CRITICAL)
+    index, copy = line.path.parent / "index.sqlite", tmp_path / "copy.sqlite"
+    line.close()
+    whole = index.read_bytes()
+    copy.write_bytes(whole)
+    right = _dump(copy)
+    assert right is not None
+    chooser = random.Random(3)
+    used = [offset for offset, byte in enumerate(whole) if byte]
+    meant = 0
+    try:
+        for offset in [*range(0, 100, 3), *chooser.sample(used, 100)]:
+            damaged = bytearray(whole)
+            damaged[offset] ^= 1 << chooser.randrange(8)
+            index.write_bytes(damaged)
+            copy.write_bytes(damaged)
             with reopened(line) as store:
-                assert {problem.kind for problem in found(store)} <= {ProblemKind.INDEX}
+                problems = found(store, quick=True)
+                if _dump(copy) != right:
+                    meant += 1
+                    assert [(one.kind, one.repaired) for one in problems] == [(ProblemKind.INDEX, True)], offset
                 assert found(store, quick=True) == []
     finally:
         logging.getLogger("moonclipfs").setLevel(logging.NOTSET)
+    assert meant > 50
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE objects SET key = key + 1 WHERE row % 2 = 0",
+        "UPDATE objects SET label = label + 1 WHERE label IS NOT NULL",
+        "UPDATE objects SET elements = elements + 1 WHERE elements IS NOT NULL",
+        "UPDATE objects SET row = row + 1000 WHERE row = (SELECT max(row) FROM objects)",
+        "INSERT INTO objects SELECT row + (1 << 30), key, label, elements, entry FROM objects WHERE elements > 0",
+        "DELETE FROM objects WHERE row = (SELECT max(row) FROM objects)",
+        "UPDATE packs SET entries = entries + 1",
+        "UPDATE packs SET damaged = 1",
+        "UPDATE packs SET bytes = bytes + 1 WHERE number = 2",
+        "DROP INDEX by_label; CREATE INDEX by_label ON objects (label) WHERE label > 0",
+        "PRAGMA user_version = 0",
+        "UPDATE owner SET tag = 'other'",
+    ],
+)
+def test_every_lie_of_the_index_is_found(line: Store, change: str) -> None:
+    """SQLite sees nothing wrong with any of these."""
+    right = sorted(line.index.iterate(), key=str)
+    line.close()
+    with closing(sqlite3.connect(line.path.parent / "index.sqlite", isolation_level=None)) as connection:
+        connection.executescript(change)
+    with reopened(line) as store:
+        (problem,) = found(store, quick=True)
+        assert (problem.kind, problem.repaired) == (ProblemKind.INDEX, True)
+        assert found(store) == []
+        assert sorted(store.index.iterate(), key=str) == right
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("after", ["table", "entries", "trees"])
+def test_packs_that_gc_deletes_meanwhile_are_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch, quick: bool, after: str
+) -> None:
+    """A pack condemned before verify began waits for others only, and goes whenever these let it."""
+    publish(store, "a", {"f": noise(1)})
+    publish(store, "b", {"f": noise(2)})
+    waiting = Store.open(store.path, index_path=store.path.parent / "other.sqlite")
+    store.log.forget([("a", 1)])
+    assert collect(store, wait_seconds=0).waiting_packs == 1
+    monkeypatch.setattr(limits, "LOG_CHECKPOINT_EVERY", 1)
+
+    def delete(result: object) -> object:
+        monkeypatch.undo()
+        waiting.close()
+        assert collect(store, wait_seconds=0).deleted_packs == 1
+        store.log.move("b", "c")
+        store.log.move("c", "b")
+        store.log.trim()
+        return result
+
+    owner, name = {
+        "table": (Footers, "table"),
+        "entries": (check, "_check_index"),
+        "trees": (check, "read_trees"),
+    }[after]
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments: delete(real(*arguments)))
+    with Store.open(store.path, index_path=store.path.parent / "third.sqlite") as other:
+        assert found(other, quick=quick) == []
+    assert waiting.lease is None
