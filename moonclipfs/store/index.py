@@ -30,7 +30,7 @@ from moonclipfs.types import NO_ID, DType, Kind, ObjectId
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = """
 CREATE TABLE packs (
     number INTEGER PRIMARY KEY,     -- in the order in which this host met them
@@ -45,7 +45,12 @@ CREATE TABLE objects (
     label INTEGER,                  -- NULL for 0
     elements INTEGER,               -- of data objects that have a sketch
     entry BLOB NOT NULL             -- packfile.ENTRY
-)
+);
+CREATE TABLE damaged_copies (
+    pack TEXT NOT NULL,
+    offset INTEGER NOT NULL,
+    PRIMARY KEY (pack, offset)
+) WITHOUT ROWID
 """
 _INDEXES = (
     "CREATE INDEX IF NOT EXISTS by_key ON objects (key)",
@@ -59,6 +64,10 @@ _ROWS_AT_ONCE = 4096
 _INSERT_AT_ONCE = 1 << 17
 """Entries that one transaction adds, about: it bounds memory, and how long other processes wait."""
 _WIDTHS = np.array([max(1, DType(code).width) for code in range(len(DType))])
+
+
+Place = tuple[str, int]
+"""A pack, and the offset of an object in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +106,9 @@ class Index:
         """Return where objects are; those that are in no pack are left out.
 
         With `usable`, only encodings that something new may refer to: neither they nor any base behind them lie in
-        condemned packs or are missing, and the bases are CHAIN_DEPTH at most. Such an answer holds if the names were
-        read, given to `set_condemned`, and followed by `sync`, all after a lease began to hold the log's state.
+        condemned packs, are missing or known as damaged, and the bases are CHAIN_DEPTH at most. Such an answer holds
+        if the names were read, given to `set_condemned`, and followed by `sync`, all after a lease began to hold the
+        log's state.
         """
         wanted = set(ids)
         return self._database.run(lambda connection: self._find(connection, wanted, usable, limits.CHAIN_DEPTH))
@@ -186,14 +196,37 @@ class Index:
         self._database.run(lambda connection: self._insert(connection, [(pack, info, entries)]))
 
     def drop_pack(self, pack: str) -> None:
-        """Forget a pack that was deleted."""
-        self._database.run(lambda connection: self._drop(connection, [pack]))
+        """Forget a pack that was deleted, and what is known of damage in it."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            self._drop(connection, [pack])
+            connection.execute("DELETE FROM damaged_copies WHERE pack = ?", (pack,))
+
+        self._database.run(work)
 
     def rebuild(self) -> None:
-        """Make the index anew from the footers of all packs."""
+        """Make the index anew from the footers of all packs. The damage that is known stays known."""
         self._rebuilt = True
+        damaged = self.damaged()
         self._database.discard()
-        self._database.run(lambda connection: None)
+        self.set_damaged(damaged)
+
+    # Known damage
+
+    def damaged(self) -> set[Place]:
+        """Return the places of copies that are known as damaged."""
+        return self._database.run(_damaged)
+
+    def set_damaged(self, places: Collection[Place]) -> None:
+        """Note which copies are damaged, and that no others are: what is stored next does not refer to them."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            with transaction(connection):
+                connection.execute("DELETE FROM damaged_copies")
+                connection.executemany("INSERT INTO damaged_copies VALUES (?, ?)", sorted(places))
+
+        if places or self.damaged():
+            self._database.run(work)
 
     def close(self) -> None:
         """Close the file; the next use opens it again."""
@@ -207,7 +240,7 @@ class Index:
     # Queries
 
     def _candidates(self, connection: sqlite3.Connection, ids: set[ObjectId]) -> dict[ObjectId, list[Location]]:
-        """All locations of objects, those outside condemned packs first, then those with shorter chains."""
+        """All locations of objects: damaged ones last, condemned ones before these, shorter chains first."""
         found: dict[ObjectId, list[Location]] = {}
         keys = [int.from_bytes(object_id[:8], "little", signed=True) for object_id in ids]
         for start in range(0, len(keys), _KEYS_AT_ONCE):
@@ -216,8 +249,9 @@ class Index:
             for location in _locations(connection.execute(f"{_ENTRIES} WHERE key IN ({marks})", part)):
                 if location.object_id in ids:
                     found.setdefault(location.object_id, []).append(location)
+        damaged = _damaged_among(connection, [one for locations in found.values() for one in locations])
         for locations in found.values():
-            locations.sort(key=lambda location: (location.pack in self._condemned, location.depth))
+            locations.sort(key=lambda one: (_place(one) in damaged, one.pack in self._condemned, one.depth))
         return found
 
     def _find(
@@ -230,11 +264,12 @@ class Index:
         return answer
 
     def _usable(self, connection: sqlite3.Connection, locations: Sequence[Location], links: int) -> list[Location]:
-        """Those outside condemned packs whose bases are all usable too, `links` deep at most.
+        """Whole ones outside condemned packs whose bases are all usable too, `links` deep at most.
 
         A delta that nothing refers to may outlive its base: gc keeps what is referred to, and deletes whole packs.
         """
-        kept = [location for location in locations if location.pack not in self._condemned]
+        damaged = _damaged_among(connection, locations)
+        kept = [one for one in locations if one.pack not in self._condemned and _place(one) not in damaged]
         bases = {location.base for location in kept if location.base != NO_ID}
         if not bases:
             return kept
@@ -351,6 +386,22 @@ class Index:
                 for (number,) in gone:
                     rows = (number << _ROW_BITS, (number + 1) << _ROW_BITS)
                     connection.execute("DELETE FROM objects WHERE row >= ? AND row < ?", rows)
+
+
+def _place(location: Location) -> Place:
+    return location.pack, location.offset
+
+
+def _damaged(connection: sqlite3.Connection) -> set[Place]:
+    return set(connection.execute("SELECT CAST(pack AS TEXT), CAST(offset AS INTEGER) FROM damaged_copies"))
+
+
+def _damaged_among(connection: sqlite3.Connection, locations: Iterable[Location]) -> set[Place]:
+    """Those of the places of `locations` that are known as damaged; nearly always there are none at all."""
+    if connection.execute("SELECT 1 FROM damaged_copies LIMIT 1").fetchone() is None:
+        return set()
+    query = "SELECT 1 FROM damaged_copies WHERE pack = ? AND offset = ?"
+    return {place for place in map(_place, locations) if connection.execute(query, place).fetchone()}
 
 
 def _tables(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:

@@ -48,7 +48,7 @@ class ObjectCheck:
             self._follow(object_id, bases)
 
     def audit(self, progress: Callable[[int, int], None]) -> None:
-        """Decode and hash every copy of every object, needed or not."""
+        """Decode and hash every copy of every object, needed or not. The index learns which are damaged."""
         total, done = int(self._table.entries["encoded_length"].sum()), 0
         whole: set[ObjectId] = set()
         failed: list[Audited] = []
@@ -59,6 +59,9 @@ class ObjectCheck:
                 whole.add(found.location.object_id)
             elif not has_gone(self._store, self._condemned, found.location.pack):
                 failed.append(found)
+        self._store.index.set_damaged(
+            {(one.location.pack, one.location.offset) for one in failed if not one.through_base}
+        )
         for found in failed:
             if not found.through_base:
                 self._report_copy(found.location, str(found.error), found.location.object_id in whole)

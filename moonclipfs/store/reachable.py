@@ -26,8 +26,10 @@ _NO_BASE = -1
 _ABSENT = -2
 _GOING = 1 << 20
 _CONDEMNED = 1 << 40
+_DAMAGED = 1 << 50
 _NEVER = 1 << 60
-"""Costs: of a copy in a pack that is about to go, in one that is condemned, and of what cannot be decoded."""
+"""Costs: of a copy in a pack that is about to go, in one that is condemned, of one that is known as damaged, and of
+what has no chain of bases to its end."""
 
 Rows = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -81,9 +83,11 @@ class Needed:
 class Footers:
     """The entries of packs, read once: packs never change."""
 
-    def __init__(self, backend: Backend, packs: PackReader) -> None:
+    def __init__(self, backend: Backend, packs: PackReader, damaged_copies: Collection[tuple[str, int]] = ()) -> None:
+        """`damaged_copies` are places (pack, offset) of copies that are not to be chosen over others."""
         self._backend = backend
         self._packs = packs
+        self._damaged_copies = damaged_copies
         self._known: dict[str, NDArray[np.void]] = {}
         self.damaged: dict[str, str] = {}
         """Packs whose footer is damaged, so that their entries were found by scanning, and what is wrong."""
@@ -102,7 +106,7 @@ class Footers:
                 modified.append(info.modified_ns)
                 tables.append(entries)
         self._known = dict(zip(names, tables, strict=True))
-        return PackTable(names, sizes, modified, tables)
+        return PackTable(names, sizes, modified, tables, self._damaged_copies)
 
     def packs(self) -> list[str]:
         """The packs of the last table."""
@@ -136,6 +140,7 @@ class PackTable:
         sizes: list[int],
         modified_ns: list[int],
         tables: list[NDArray[np.void]],
+        damaged_copies: Collection[tuple[str, int]] = (),
     ) -> None:
         self.names = names
         self.numbers: Mapping[str, int] = {name: number for number, name in enumerate(names)}
@@ -146,6 +151,10 @@ class PackTable:
         order = np.argsort(entries["id"].view(_ID), kind="stable")
         self.entries = entries[order]
         self.pack = packs[order]
+        self._damaged = np.zeros(len(self.entries), np.bool_)
+        for pack in {pack for pack, _ in damaged_copies} & self.numbers.keys():
+            offsets = [offset for one, offset in damaged_copies if one == pack]
+            self._damaged |= (self.pack == self.numbers[pack]) & np.isin(self.entries["offset"], offsets)
         self.stored = self.entries["encoded_length"].astype(np.int64) + OBJECT_OVERHEAD
         """Bytes that each row takes in its pack."""
         ids = np.ascontiguousarray(self.entries["id"]).view(_ID)
@@ -182,12 +191,13 @@ class PackTable:
         """Choose the copy of each object that is to stay, so that the bases behind each lead to a full encoding.
 
         `condemned` and `going` have a flag a pack: copies there, and what needs such ones, are chosen only when there
-        is nothing else, condemned ones last. Otherwise the fewest bases decide, then the newest pack.
+        is nothing else, condemned ones after these, and copies that are known as damaged last of all. Otherwise the
+        fewest bases decide, then the newest pack.
         """
         # Two copies of an object may have different bases, and one of them may need the object itself by now. The
         # chosen copy of a base always costs less than what needs it, so the chosen ones never lead back.
         price = condemned * _CONDEMNED if going is None else condemned * _CONDEMNED + going * _GOING
-        own = price[self.pack]
+        own = price[self.pack] + self._damaged * _DAMAGED
         cost = np.full(len(self._first), _NEVER, np.int64)
         each = np.zeros(0, np.int64)
         for _ in range(limits.CHAIN_READ_DEPTH + 1):

@@ -22,7 +22,7 @@ class Survey:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.needed = Needed()
-        self.footers = Footers(store.backend, store.packs)
+        self.footers = Footers(store.backend, store.packs, store.index.damaged())
         self.left_alone: dict[str, str] = {}
         """Packs that cannot be repacked, and why."""
         self.condemned: dict[str, int] = {}

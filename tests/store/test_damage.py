@@ -11,6 +11,8 @@ import pytest
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError, MissingObjectError, NoSpaceError
 from moonclipfs.store.add import add
+from moonclipfs.store.check import verify
+from moonclipfs.store.gc import collect
 from moonclipfs.store.packs import pack_key
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.repack import copy_objects
@@ -122,3 +124,54 @@ def test_a_full_disk_gets_back_what_a_failed_add_had_stored(
     assert kit.packs(store) == packs
     assert kit.contents(store, "before") == {"f": kit.noise(0)}
     assert {location.kind for location in store.index.iterate()} == set(Kind)
+
+
+@pytest.mark.parametrize("part", ["base", "delta", "recipe", "directory"])
+def test_what_verify_found_damaged_is_stored_anew_by_the_next_add(store: Store, tmp_path: Path, part: str) -> None:
+    """The originals are at hand: adding them again heals every snapshot, and gc keeps the good copies."""
+    for step in range(2):
+        save(store, step, tmp_path)
+    step = 1 if part == "delta" else 0
+    version = store.resolve(f"run/step-{step}")
+    entry = store.lookup(version, b"model.safetensors")
+    victim = {"recipe": entry.child, "directory": version.root}.get(part) or store.recipe(entry).object_ids()[0]
+    location = store.index.find(victim)
+    assert location is not None
+    assert (location.depth == 1) is (part == "delta")
+    flip(store, location.pack, location.offset + location.encoded_length - 1)
+    store.close()
+    with Store.open(store.path, write=True) as other:
+        assert not verify(other).ok
+        assert other.index.find(victim, usable=True) is None
+        other.index.rebuild()  # that does not forget the damage
+    with Store.open(store.path, write=True) as other:
+        for step in range(2):
+            add(other, [tmp_path / f"in{step}"], name=f"again/step-{step}")
+    with Store.open(store.path, write=True) as other:
+        assert_healed(other)
+        good = other.index.find(victim, usable=True)
+        assert good is not None
+        assert good.pack != location.pack
+        collect(other)
+    with Store.open(store.path, write=True, index_path=tmp_path / "fresh") as other:
+        assert_healed(other)
+        assert not [one for problem in verify(other).problems for one in problem.affected]
+
+
+def assert_healed(store: Store) -> None:
+    for step in range(2):
+        assert kit.contents(store, f"run/step-{step}") == {"model.safetensors": SERIES[step]}
+        assert kit.contents(store, f"again/step-{step}") == {"model.safetensors": SERIES[step]}
+
+
+def test_what_is_found_whole_again_is_referred_to_again(store: Store) -> None:
+    """As when a pack was replaced by a good copy of it."""
+    version = kit.publish(store, "a", {"f": kit.noise(1)})
+    location = store.index.find(store.recipe(store.lookup(version, b"f")).object_ids()[0])
+    assert location is not None
+    for whole in (False, True):
+        flip(store, location.pack, location.offset + 100)
+        store.packs.close()
+        with Store.open(store.path, write=True) as other:
+            assert verify(other).ok is whole
+            assert (other.index.find(location.object_id, usable=True) == location) is whole

@@ -101,11 +101,29 @@ def test_two_copies_whose_bases_cross() -> None:
 
 def test_chains_that_no_reader_follows_are_not_decodable() -> None:
     depth = limits.CHAIN_READ_DEPTH
-    packs: list[list[Copy]] = [[(0, None)], *[[(number, number - 1)] for number in range(1, depth + 2)]]
+    links: list[Copy] = [(number, number - 1) for number in range(1, depth + 2)]
+    packs: list[list[Copy]] = [[(0, None)], *([link] for link in links)]
     table = table_of(packs)
     closure = table.closure([id_of(depth + 1)], table.choose(np.zeros(len(packs), np.bool_)))
     assert closure.unresolved == [id_of(depth + 1)]
     assert closure.live.all(), "it may be mended: nothing of it goes"
+
+
+def test_a_copy_known_as_damaged_is_chosen_only_when_there_is_no_other() -> None:
+    x, y, z = 0, 1, 2
+    packs: list[list[Copy]] = [[(x, None), (z, None)], [(y, None), (x, y)]]
+    tables = [table_of([pack]).entries.copy() for pack in packs]
+    for entries in tables:
+        entries["offset"] = np.arange(len(entries)) * 100
+    damaged = ("p0", int(tables[0]["offset"][0]))  # rows are sorted by id
+    nothing = np.zeros(2, np.bool_)
+    for known, whole in (((), [1]), ((damaged,), [0])):
+        table = PackTable(["p0", "p1"], [1000, 1000], [0, 1], tables, known)
+        closure = table.closure([id_of(x)], table.choose(nothing))
+        assert measure(table, closure, nothing, nothing).whole == whole
+        assert removable(table, [id_of(x)], (), [f"p{number}" for number in whole]) == [f"p{whole[0]}"]
+    only = PackTable(["p0"], [1000], [0], tables[:1], (damaged,))
+    assert not only.closure([id_of(x)], only.choose(np.zeros(1, np.bool_))).unresolved
 
 
 def test_an_empty_table() -> None:
