@@ -22,6 +22,8 @@ FORMAT = "moonclipfs-store"
 VERSION = 1
 KEY = "config.json"
 DIRECTORIES = ("log", "packs", "tmp", "leases")
+_OFTEN_EMPTY = ("tmp", "leases")
+"""What a copy made by a tool that leaves out empty directories lacks."""
 _OURS = frozenset({*DIRECTORIES, "README.txt", "reserve"})
 
 README = f"""\
@@ -125,7 +127,7 @@ def create_store(path: str | os.PathLike[str], *, shared: bool = False, ops: Fil
     anything else that is there, NotFoundError without a parent, NoSpaceError, PermissionDeniedError.
     """
     backend = LocalBackend(path, ops, shared=shared)
-    mode = 0o2770 if shared else 0o700
+    mode = _mode(shared)
     _make_directory(backend, backend.path("").rstrip("/") or "/", mode)
     with os_errors(f"list {path}"):
         present = set(os.listdir(path))
@@ -147,6 +149,20 @@ def create_store(path: str | os.PathLike[str], *, shared: bool = False, ops: Fil
     with os_errors(f"sync the directory of {path}"):
         backend.sync_directory(os.path.dirname(os.path.abspath(path)))
     return config
+
+
+def make_missing_directories(backend: LocalBackend, config: Config) -> None:
+    """Make those directories of a store again that a copy of it may lack. Raises PermissionDeniedError, NoSpaceError,
+    BackendError.
+    """
+    for name in _OFTEN_EMPTY:
+        path = backend.path(name)
+        if not os.path.isdir(path):
+            _make_directory(backend, path, _mode(config.shared))
+
+
+def _mode(shared: bool) -> int:
+    return 0o2770 if shared else 0o700
 
 
 def _make_directory(backend: LocalBackend, path: str, mode: int) -> None:

@@ -95,7 +95,7 @@ def _index(store: Store) -> Finding:
 
 
 def _leases(path: Path) -> Finding:
-    held = live_leases(path)
+    held = live_leases(path) if (path / "leases").exists() else []
     if not held:
         return Finding("leases", State.OK, "no other process uses the store")
     return Finding(

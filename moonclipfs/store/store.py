@@ -20,7 +20,7 @@ from moonclipfs.formats.layout import Layout
 from moonclipfs.formats.sniff import parse
 from moonclipfs.store.backend import LocalBackend
 from moonclipfs.store.cache import BoundedCache
-from moonclipfs.store.config import create_store, load_config
+from moonclipfs.store.config import create_store, load_config, make_missing_directories
 from moonclipfs.store.directories import decode_directory, directory_weight
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.hostfs import index_path as default_index_path
@@ -48,6 +48,8 @@ class Store:
         if write:
             self.config.check_writable()
         self.backend = LocalBackend(path, shared=self.config.shared)
+        if write:
+            make_missing_directories(self.backend, self.config)
         self.write = write
         self._purpose = purpose
         self.log = Log(self.backend)
@@ -84,7 +86,8 @@ class Store:
     ) -> Store:
         """Open a store; it must exist.
 
-        Reading works in a directory that cannot be written to. `purpose` tells others in the lease what this process
+        Reading works in a directory that cannot be written to, or is a copy without its empty directories: writing
+        makes these again. `purpose` tells others in the lease what this process
         does, `index_path` moves the index, `cache_bytes` bounds the decoded blocks that are kept. Raises
         NotFoundError, FormatVersionError, CorruptError, and PermissionDeniedError to write where that is forbidden.
         """
@@ -107,7 +110,7 @@ class Store:
     def _lease(self, sequence: int) -> Lease | None:
         try:
             return Lease.acquire(self.path, self._purpose, sequence)
-        except (PermissionDeniedError, NoSpaceError):
+        except (PermissionDeniedError, NoSpaceError, NotFoundError):
             # A reader is only less protected without one: what it reads may be reclaimed, and is missing then.
             if self.write:
                 raise

@@ -22,7 +22,10 @@ from moonclipfs.errors import (
 )
 from moonclipfs.store import store as module
 from moonclipfs.store.add import add
-from moonclipfs.store.leases import live_leases
+from moonclipfs.store.check import verify
+from moonclipfs.store.gc import collect
+from moonclipfs.store.health import State, check_store
+from moonclipfs.store.leases import Lease, live_leases
 from moonclipfs.store.recipes import Recipe
 from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, Attributes, BytesSource, Entry, EntryType, Extent, Kind
@@ -75,7 +78,7 @@ def test_reading_goes_on_without_a_lease(store: Store, monkeypatch: pytest.Monke
     def refuse(*_: object) -> None:
         raise error("no")
 
-    monkeypatch.setattr(module.Lease, "acquire", refuse)
+    monkeypatch.setattr(Lease, "acquire", refuse)
     with Store.open(store.path) as reader:
         assert reader.lease is None
         assert contents(reader, "a") == {"f": noise(1)}
@@ -245,3 +248,24 @@ def test_data_objects_are_checked_block_by_block(store: Store) -> None:
     (data,) = store.recipe(store.lookup(store.resolve("a"), b"f")).object_ids()
     assert store.objects.load(data, Kind.DATA) == noise(1)
     assert Extent(20_000, data) in store.recipe(store.lookup(store.resolve("a"), b"f")).extents
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_copy_without_its_empty_directories(tmp_path: Path, shared: bool) -> None:
+    """git and some tools that copy leave these out. Reading does without them, writing makes them again."""
+    root = tmp_path / "store"
+    with Store.create(root, shared=shared) as store:
+        publish(store, "a", {"f": b"text"})
+    modes = {name: (root / name).stat().st_mode for name in ("tmp", "leases")}
+    for name in modes:
+        (root / name).rmdir()
+    with Store.open(root) as store:
+        assert contents(store, "a") == {"f": b"text"}
+        assert verify(store).ok
+        assert not (root / "leases").exists()
+    assert {finding.state for finding in check_store(root)} <= {State.OK, State.NOTE}
+    with Store.open(root, write=True) as store:
+        publish(store, "b", {"g": b"more"})
+        collect(store)
+        assert contents(store, "b") == {"g": b"more"}
+    assert {name: (root / name).stat().st_mode for name in modes} == modes
