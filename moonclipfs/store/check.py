@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 
@@ -17,10 +18,12 @@ from moonclipfs.store.objectcheck import ObjectCheck, has_gone
 from moonclipfs.store.packs import pack_key
 from moonclipfs.store.problems import Problem, ProblemKind, VerifyReport
 from moonclipfs.store.reachable import Footers, PackTable
-from moonclipfs.store.records import decode_record, record_sequence
+from moonclipfs.store.records import decode_record, read_bound, record_name, record_sequence
 from moonclipfs.store.store import Store
 from moonclipfs.store.treecheck import affected_files, name_of, read_trees
 from moonclipfs.types import Entry, EntryType, Source, Version
+
+_LOG_RECORD = re.compile(r"log record (\d+)")
 
 
 def verify(
@@ -73,7 +76,7 @@ def _check_log(store: Store, names: Names) -> Iterator[Problem]:
     """Read every record that there is, also those before the last checkpoint."""
     where = store.backend.path("log")
     for line in names.damaged:
-        yield Problem(ProblemKind.LOG, where, line)
+        yield _lost_record(store, names, line)
     spare = "what it said is known from a later checkpoint"
     present: set[int] = set()
     for info in store.backend.list("log/"):
@@ -91,6 +94,25 @@ def _check_log(store: Store, names: Names) -> Iterator[Problem]:
     for sequence in sorted(set(range(min(present, default=1), names.sequence)) - present):
         if not any(f"log record {sequence} " in line for line in names.damaged):
             yield Problem(ProblemKind.LOG, where, f"log record {sequence} is missing; {spare}")
+
+
+def _lost_record(store: Store, names: Names, line: str) -> Problem:
+    """The problem of a record that is left out, with the snapshot that it bound when that can still be read."""
+    where, found = store.backend.path("log"), _LOG_RECORD.search(line)
+    told = None
+    if found is not None:
+        with suppress(MoonclipError):
+            told = read_bound(store.backend.read(record_name(int(found[1]))))
+    known = sorted(f"{version.path}@{version.number}" for version in names.all_versions())
+    if told is not None:
+        path, number = told
+        name = path if number is None else f"{path}@{number}"
+        if name not in known:  # else it is misread
+            return Problem(ProblemKind.LOG, where, f"{line}; it bound {name}, as far as it can be read", [name + "/"])
+    rest = f"the {len(known)} versions from {known[0]} to {known[-1]}" if known else "nothing"
+    return Problem(
+        ProblemKind.LOG, where, f"{line}; which names it changed cannot be told; of others, {rest} can be read"
+    )
 
 
 def _check_records(

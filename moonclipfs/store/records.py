@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from moonclipfs.errors import CorruptError, LimitError
 _MAGIC = "moonclipfs-log"
 VERSION = 1
 TYPES = ("bind", "unbind", "move", "forget", "condemn", "checkpoint")
+_BOUND = re.compile(rb'(?:"number":(\d{1,18}),)?"path":("(?:[^"\\]|\\.)*"),"root":')
 
 
 def record_name(sequence: int) -> str:
@@ -40,6 +42,19 @@ def record_type(data: bytes) -> str:
     """The type that a record's first line names, damaged or not; empty when there is none."""
     words = data[:100].partition(b"\n")[0].split(b" ")
     return words[2].decode("ascii", "replace") if len(words) == 4 else ""
+
+
+def read_bound(data: bytes) -> tuple[str, int | None] | None:
+    """The path and number that a damaged bind record still tells, the number None where it is not readable; or None.
+
+    Nothing proves them: the damage may be in them.
+    """
+    for number, path in reversed(_BOUND.findall(data)):
+        try:
+            return str(json.loads(path)), int(number) if number else None
+        except ValueError:
+            continue
+    return None
 
 
 def decode_record(data: bytes, sequence: int) -> dict[str, Any]:

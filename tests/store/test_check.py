@@ -186,13 +186,46 @@ def test_a_delta_that_nothing_needs_may_lack_its_base(line: Store) -> None:
         assert found(store) == []
 
 
-def test_a_damaged_log_record_is_named(line: Store, expect_log: ExpectLog) -> None:
-    expect_log("SHA-256 does not match")
-    flip(line.path / "log" / f"{2:016d}.json", 150)
+@pytest.mark.parametrize(
+    ("place_of", "affected"),
+    [
+        (b"moonclipfs-log", ["b@1/"]),
+        (b"metadata", ["b@1/"]),
+        (b'"number":', ["b/"]),
+        (b'path":', []),
+        (b'root":"', []),
+        (b'","sequence', ["b@1/"]),
+    ],
+)
+def test_a_damaged_log_record_is_named(
+    line: Store, expect_log: ExpectLog, place_of: bytes, affected: list[str]
+) -> None:
+    expect_log("log record 2")
+    record = line.path / "log" / f"{2:016d}.json"
+    flip(record, record.read_bytes().index(place_of))
     with reopened(line) as store:
         (problem,) = found(store)
         assert problem.kind is ProblemKind.LOG
         assert "log record 2" in problem.message
+        assert problem.affected == affected
+        assert ("the 2 versions from a@1 to c@1" in problem.message) is not bool(affected)
+
+
+def test_a_damaged_log_record_that_seems_to_bind_what_is_known_is_misread(line: Store, expect_log: ExpectLog) -> None:
+    expect_log("log record 2")
+    record = line.path / "log" / f"{2:016d}.json"
+    record.write_bytes(record.read_bytes().replace(b'"path":"b"', b'"path":"c"'))
+    with reopened(line) as store:
+        (problem,) = found(store)
+        assert "cannot be told" in problem.message
+
+
+def test_a_lost_log_record_is_named(line: Store, expect_log: ExpectLog) -> None:
+    expect_log("log record 2 is missing")
+    (line.path / "log" / f"{2:016d}.json").unlink()
+    with reopened(line) as store:
+        (problem,) = found(store)
+        assert "the 2 versions from a@1 to c@1" in problem.message
 
 
 def test_a_damaged_record_before_a_checkpoint_is_found(store: Store) -> None:
@@ -262,6 +295,8 @@ def test_a_flipped_bit_anywhere_is_found_and_never_returned(line: Store, where: 
                     affected = {name for problem in problems for name in problem.affected}
                     failed = _reads_right_or_not_at_all(store, expected)
                 assert problems, f"{file} byte {offset} bit {bit}"
+                if where == "log" and not affected:
+                    assert any("cannot be told" in problem.message for problem in problems)
                 if where == "packs":
                     assert failed == {name for name in failed if _covered(name, affected)}, f"{file} byte {offset}"
                 flip(file, offset, bit)

@@ -15,6 +15,7 @@ from moonclipfs.store.records import (
     TYPES,
     decode_record,
     encode_record,
+    read_bound,
     record_name,
     record_sequence,
     record_type,
@@ -73,3 +74,13 @@ def test_a_record_is_json_to_read_with_anything() -> None:
     head, _, text = encode_record(7, "unbind", {"paths": ["a"]}).partition(b"\n")
     assert head.startswith(b"moonclipfs-log 1 unbind ")
     assert json.loads(text) == {"sequence": 7, "type": "unbind", "paths": ["a"]}
+
+
+@given(st.text(min_size=1), st.integers(1, 10**17))
+def test_what_a_damaged_bind_record_still_tells(path: str, number: int) -> None:
+    body = {"path": path, "number": number, "root": "00", "metadata": {"path": "other", "root": "x"}, "time_ns": 1}
+    data = encode_record(7, "bind", body)
+    assert read_bound(data) == (path, number)
+    assert read_bound(data[: data.rindex(b"time_ns")]) == (path, number)
+    assert read_bound(data.replace(b'"number":', b'"nunber":')) == (path, None)
+    assert read_bound(data[:90]) is None

@@ -20,7 +20,6 @@ from moonclipfs.errors import (
     PermissionDeniedError,
     UsageError,
 )
-from moonclipfs.store import store as module
 from moonclipfs.store.add import add
 from moonclipfs.store.check import verify
 from moonclipfs.store.gc import collect
