@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 
 import numpy as np
 
+from moonclipfs import limits
 from moonclipfs.errors import BackendError, CorruptError, MoonclipError, NotFoundError
 from moonclipfs.formats.contents import findings
 from moonclipfs.formats.layout import Layout
@@ -102,7 +103,7 @@ def _lost_record(store: Store, names: Names, line: str) -> Problem:
     told = None
     if found is not None:
         with suppress(MoonclipError):
-            told = read_bound(store.backend.read(record_name(int(found[1]))))
+            told = read_bound(store.backend.read(record_name(int(found[1])), 0, limits.LOG_RECORD_BYTES))
     known = sorted(f"{version.path}@{version.number}" for version in names.all_versions())
     if told is not None:
         path, number = told
