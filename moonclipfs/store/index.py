@@ -217,6 +217,17 @@ class Index:
         """Return the places of copies that are known as damaged."""
         return self._database.run(_damaged)
 
+    def suffers(self, object_id: ObjectId) -> bool:
+        """Whether damage is known, and an object that is not usable has copies outside condemned packs."""
+
+        def look(connection: sqlite3.Connection) -> bool:
+            if connection.execute("SELECT 1 FROM damaged_copies LIMIT 1").fetchone() is None:
+                return False
+            found = self._candidates(connection, {object_id}).get(object_id, [])
+            return any(location.pack not in self._condemned for location in found)
+
+        return self._database.run(look)
+
     def set_damaged(self, places: Collection[Place]) -> None:
         """Note which copies are damaged, and that no others are: what is stored next does not refer to them."""
 

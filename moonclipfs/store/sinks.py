@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -148,6 +148,9 @@ class PackSink(_Seen):
 
     def put(self, kind: Kind, raw: Buffer, object_id: ObjectId, hints: Hints) -> Location:
         """See `Sink.put`."""
+        if self._index.suffers(object_id):
+            # In full, and newer, it is chosen over the damaged copy even by a gc that does not know of the damage.
+            hints = replace(hints, bases=())
         choice, base = _choose(hints, raw, self._sample, self._whole)
         encoding = encode(raw, hints.dtype, [] if base is None else [base])
         delta = choice if encoding.base is not None else None

@@ -126,9 +126,15 @@ def test_a_full_disk_gets_back_what_a_failed_add_had_stored(
     assert {location.kind for location in store.index.iterate()} == set(Kind)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("gc_knows", [True, False])
 @pytest.mark.parametrize("part", ["base", "delta", "recipe", "directory"])
-def test_what_verify_found_damaged_is_stored_anew_by_the_next_add(store: Store, tmp_path: Path, part: str) -> None:
-    """The originals are at hand: adding them again heals every snapshot, and gc keeps the good copies."""
+def test_what_verify_found_damaged_is_stored_anew_by_the_next_add(
+    store: Store, tmp_path: Path, part: str, gc_knows: bool, order: tuple[int, int]
+) -> None:
+    """The originals are at hand: adding them again heals every snapshot, and gc keeps the good copies, even on
+    another host, whose index has not heard of the damage.
+    """
     for step in range(2):
         save(store, step, tmp_path)
     step = 1 if part == "delta" else 0
@@ -145,13 +151,14 @@ def test_what_verify_found_damaged_is_stored_anew_by_the_next_add(store: Store, 
         assert other.index.find(victim, usable=True) is None
         other.index.rebuild()  # that does not forget the damage
     with Store.open(store.path, write=True) as other:
-        for step in range(2):
+        for step in order:
             add(other, [tmp_path / f"in{step}"], name=f"again/step-{step}")
     with Store.open(store.path, write=True) as other:
         assert_healed(other)
         good = other.index.find(victim, usable=True)
         assert good is not None
         assert good.pack != location.pack
+    with Store.open(store.path, write=True, index_path=None if gc_knows else tmp_path / "gc") as other:
         collect(other)
     with Store.open(store.path, write=True, index_path=tmp_path / "fresh") as other:
         assert_healed(other)
