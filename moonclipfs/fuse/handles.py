@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moonclipfs import limits
 from moonclipfs.errors import LimitError
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.tree import Node
 from moonclipfs.store.filereader import FileReader
+from moonclipfs.types import Version
 
 
 class Stream:
@@ -97,6 +100,19 @@ class Handles:
     def release_directory(self, number: int) -> None:
         """Drop a listing."""
         self._holds.unpin(self.directories.pop(number).sequence)
+
+    def move_on(self, sequence: int, keeps: Callable[[Version], bool]) -> None:
+        """Hold the names as of `sequence`, which are held already, for all that is open and that these still keep.
+
+        So what is open for long is in the way of gc only once it was forgotten.
+        """
+        handles: list[FileHandle | DirectoryHandle] = [*self.files.values(), *self.directories.values()]
+        for handle in handles:
+            version = handle.node.version
+            if handle.sequence < sequence and (version is None or keeps(version)):
+                self._holds.pin(sequence)
+                self._holds.unpin(handle.sequence)
+                handle.sequence = sequence
 
     def _make_room(self, node: Node) -> None:
         if len(self) >= limits.OPEN_HANDLES:

@@ -12,6 +12,7 @@ from pyfuse3 import FileNameT, InodeT
 
 from moonclipfs import limits
 from moonclipfs.errors import MoonclipError
+from moonclipfs.fuse.handles import Handles
 from moonclipfs.fuse.nodes import NodeTable
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.names import View
@@ -24,9 +25,10 @@ log = logging.getLogger(__name__)
 class Refresher:
     """Follows the log for as long as `run` runs."""
 
-    def __init__(self, store: Store, tree: Tree, nodes: NodeTable, holds: Holds) -> None:
+    def __init__(self, store: Store, tree: Tree, nodes: NodeTable, handles: Handles, holds: Holds) -> None:
         self._store = store
         self._tree = tree
+        self._handles = handles
         self._nodes = nodes
         self._holds = holds
         self._trouble = ""
@@ -59,6 +61,7 @@ class Refresher:
         if view is not None:
             before = self._tree.view
             self._tree.adopt(view)
+            self._handles.move_on(view.sequence, view.keeps)
             self._holds.unpin(before.sequence)
             changed = await trio.to_thread.run_sync(lambda: list(self._tree.changed(before)))
             await self._tell(changed)

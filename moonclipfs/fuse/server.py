@@ -95,7 +95,7 @@ class _Server:
         self._holds.add(tree.view.sequence)
         self._reads = Reads(options.cache_bytes, self._cores)
         self.operations = Operations(tree, self._holds, self._reads, store.path)
-        self._refresher = Refresher(store, tree, self.operations.nodes, self._holds)
+        self._refresher = Refresher(store, tree, self.operations.nodes, self.operations.handles, self._holds)
 
     async def run(self, control: ControlServer, ready: Callable[[], None]) -> None:
         """Serve until the mount is gone."""
