@@ -46,6 +46,13 @@ _MODEL_PARALLEL = ("mp_rank", "tp_rank", "pp_rank")
 """Ranks of these are not those of the world, so the number of all ranks says nothing about them."""
 _STRICT_SUFFIXES = (".safetensors", ".gguf")
 """Files with these names are of that format, or something is wrong."""
+_MAGIC = {
+    ".pt": (b"PK", b"\x80"),
+    ".pth": (b"PK", b"\x80"),
+    ".npz": (b"PK",),
+    ".npy": (b"\x93NUMPY",),
+}
+"""What files with these names begin with: an archive, a pickle, an array. They may be of a kind not understood here."""
 _NAMES_IN_MESSAGE = 5
 
 
@@ -75,6 +82,16 @@ def _damaged(files: Files, prefix: str, names: list[str]) -> Iterator[Finding]:
             yield Finding(name, f"truncated: {layout.reason}")
         elif layout.format == OPAQUE_FORMAT and name.endswith(_STRICT_SUFFIXES):
             yield Finding(name, f"not readable: {layout.reason}")
+        elif layout.format == OPAQUE_FORMAT and not _has_magic(files, prefix, name):
+            yield Finding(name, "not readable: it does not begin as a file of this name does")
+
+
+def _has_magic(files: Files, prefix: str, name: str) -> bool:
+    magics = _MAGIC.get(name[name.rfind(".") :] if "." in name else "")
+    if magics is None:
+        return True
+    source = files.source(prefix + name)
+    return bytes(source.read(0, min(source.size, 8))).startswith(magics)
 
 
 def _shards(files: Files, prefix: str, names: list[str]) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ class Tree:
 
     def source(self, path: str) -> BytesSource:
         data = self.files[path]
-        return BytesSource(b"some text" if data is None else data)
+        return BytesSource(b"PK: some text" if data is None else data)
 
 
 def found(files: Mapping[str, bytes | None], ranks: int | None = None) -> list[str]:
@@ -72,6 +72,21 @@ def test_a_file_that_is_not_what_its_name_says() -> None:
         "a.safetensors: not readable: no known format",
         "b.gguf: not readable: the file is empty",
     ]
+
+
+def test_files_that_do_not_begin_as_their_name_says() -> None:
+    """Empty, zero-filled and random files, which loaders refuse; what is merely not understood is not among them."""
+    bad = {"empty": b"", "zeros": bytes(5000), "random": b"\x17\x03" * 99}
+    files: dict[str, bytes | None] = {
+        f"{kind}{suffix}": data for kind, data in bad.items() for suffix in (".pt", ".npz")
+    }
+    assert found(files) == sorted(
+        f"{name}: not readable: it does not begin as a file of this name does" for name in files
+    )
+    files |= {"empty.npy": b"", "zeros.pth": bytes(9)}
+    assert len(found(files)) == len(files)
+    deflated = {"pk.npz": b"PK of another kind", "x.pt": b"\x80\x02K\x01.", "notes.txt": b"", "w.bin": bytes(9)}
+    assert found(dict(deflated)) == []
 
 
 def test_R049_a_stale_index_names_missing_shards() -> None:
