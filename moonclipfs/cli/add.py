@@ -42,7 +42,8 @@ def command(
     natural order of the names. STORE:NAME is short for STORE and --as NAME; without STORE, $MOONCLIPFS_STORE is meant.
 
     --move is for full disks: one checkpoint after the other is stored, read back, compared, and then deleted. The same
-    command goes on after an interruption.
+    command goes on after an interruption. Symbolic links, paths that lie in each other and directories whose symbolic
+    links lead out of them are not moved: these links are stored as links, without what they point to.
 
     \b
     Examples:

@@ -21,7 +21,7 @@ from moonclipfs.store.paths import check_path
 from moonclipfs.store.progress import Progress
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.recipes import Recipe
-from moonclipfs.store.scan import FileSource, Found, scan
+from moonclipfs.store.scan import FileSource, Found, links_out, scan
 from moonclipfs.store.sinks import EstimateSink
 from moonclipfs.store.store import Store, root_metadata
 from moonclipfs.types import NO_ID, Attributes, Entry, EntryType, ObjectId, Version, natural_key
@@ -84,14 +84,19 @@ def add(
     Times of the last inode change are not kept: they are those of the last write. With `dry_run` nothing is written,
     and the sizes in the report are estimates. With `move` each snapshot is read back, compared with the originals,
     and these are deleted; an interrupted one is continued by the same call: a path that is gone while its snapshot is
-    there counts as moved, which the log says. `provenance` is kept in the log.
+    there counts as moved, which the log says; symbolic links, paths that lie in each other and directories whose
+    symbolic links lead out of them are refused. `provenance` is kept in the log.
+
+    Symbolic links in a directory are stored as links; the log says when some lead out of their snapshot.
 
     When it raises, the snapshots that came before are there and the one at fault is not. Raises NotFoundError,
     PermissionDeniedError, UsageError (devices, names that make no sense), BusyError (a file that changed meanwhile),
     NoSpaceError, LeaseLostError.
     """
     status = os.stat(store.path)
-    if move and not dry_run:
+    move = move and not dry_run
+    if move:
+        moving.check_paths(paths)
         if len(paths) > 1 and not (name or "").endswith("/"):
             raise UsageError("moving several paths into one snapshot could not be resumed: use a name that ends in `/`")
         given, paths = paths, moving.resume(store, paths, name)
@@ -99,6 +104,8 @@ def add(
             return AddReport()
     found = [scan(path, forbidden=(status.st_dev, status.st_ino)) for path in paths]
     plans = _plans(found, name)
+    for plan in plans:
+        _tell_links_out(plan, refuse=move)
     work = _Add(store, plans, dict(provenance or {}), progress or (lambda _: None))
     if dry_run:
         return work.estimate()
@@ -127,6 +134,19 @@ def _plans(found: Sequence[Found], name: str | None) -> list[_Plan]:
     if len(found) == 1 and found[0].type is EntryType.DIRECTORY:
         return [_Plan(check_path(name), found[0])]
     return [_Plan(check_path(name), _group(found))]
+
+
+def _tell_links_out(plan: _Plan, *, refuse: bool) -> None:
+    """Log, or `refuse` with a UsageError, that what symbolic links point to is not in the snapshot."""
+    links = links_out(plan.root)
+    if not links:
+        return
+    count = "1 symbolic link leads" if len(links) == 1 else f"{len(links)} symbolic links lead"
+    place = os.fsdecode(plan.root.path) or plan.path
+    what = f"{count} out of {place}, the first is {os.fsdecode(links[0])}"
+    if refuse:
+        raise UsageError(f"{what}: what they point to would not be stored; add it without --move, or replace the links")
+    log.warning("%s: stored as links, what they point to is not stored", what)
 
 
 def _path(prefix: str, name: bytes) -> str:

@@ -13,10 +13,11 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, CorruptError, MoonclipError, NotFoundError
+from moonclipfs.errors import BusyError, CorruptError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.store.backend import os_errors
 from moonclipfs.store.scan import FileSource, Found, scan
 from moonclipfs.store.store import Store
@@ -29,6 +30,25 @@ _CHECKED = b".moving-into-moonclipfs"
 _DOOMED = b".moved-into-moonclipfs"
 """Ends the name of that directory from the moment on when a directory in it is deleted: its own name never stands for
 half of it. An interruption is carried on later."""
+
+
+def check_paths(paths: Sequence[Path]) -> None:
+    """Raise UsageError for paths whose deletion would take more than their own names.
+
+    These are symbolic links, for what they point to has other names, and paths of which one lies in another.
+    """
+    for path in paths:
+        if os.path.islink(path):
+            raise UsageError(
+                f"{path} is a symbolic link to {os.path.realpath(path)}: moving would delete that and leave the link; "
+                "name that instead"
+            )
+    places = sorted((os.path.join(os.path.realpath(os.fsencode(path)), b""), path) for path in paths)
+    for (outer, holder), (inner, path) in pairwise(places):
+        # In this order, what lies in a directory comes right after it.
+        if inner.startswith(outer):
+            same = "is" if inner == outer else "lies in"
+            raise UsageError(f"{path} {same} {holder}: moving one would delete the other; name one of them")
 
 
 def resume(store: Store, paths: Sequence[Path], name: str | None) -> list[Path]:

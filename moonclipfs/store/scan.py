@@ -103,6 +103,17 @@ def scan(path: str | os.PathLike[str], *, forbidden: tuple[int, int] | None = No
     return _found(name, place, status, forbidden, 0)
 
 
+def links_out(root: Found) -> list[bytes]:
+    """The paths of the symbolic links below `root` that lead, over any others, to what is not below it.
+
+    Below a `root` without a path of its own is what its children are.
+    """
+    # With a slash at the end of each, what starts with another lies in it.
+    tops = tuple(os.path.join(one.path, b"") for one in ([root] if root.path else root.children))
+    links = (one.path for one in root.walk() if one.type is EntryType.SYMLINK)
+    return [link for link in links if not os.path.join(os.path.realpath(link), b"").startswith(tops)]
+
+
 def _found(name: bytes, path: bytes, status: os.stat_result, forbidden: tuple[int, int] | None, depth: int) -> Found:
     shown = os.fsdecode(path)
     kind = _TYPES.get(stat.S_IFMT(status.st_mode))

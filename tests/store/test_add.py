@@ -140,7 +140,8 @@ def test_the_same_content_again_is_no_new_version(store: Store, work: Path) -> N
     assert snapshots(store) == {"run": 2}
 
 
-def test_every_kind_of_entry(store: Store, work: Path) -> None:
+def test_every_kind_of_entry(store: Store, work: Path, expect_log: Callable[[str], None]) -> None:
+    expect_log(r"1 symbolic link leads out of .*work/run")
     root = lay(work / "run", {"file": b"x", "sub/file": b"y"})
     (root / "link").symlink_to("../outside\udcff")
     os.link(root / "file", root / "sub" / "again")
@@ -189,6 +190,35 @@ def test_a_symlink_given_by_name_is_followed(store: Store, work: Path) -> None:
     (work / "latest").symlink_to("run-7")
     add(store, [work / "latest"])
     assert contents(store, "latest") == {"a": b"1"}
+
+
+def test_symbolic_links_that_lead_out_are_told_once_for_each_snapshot(
+    store: Store, work: Path, caplog: pytest.LogCaptureFixture, expect_log: Callable[[str], None]
+) -> None:
+    lay(work, {"a/m": b"1", "a-2/m": b"2", "b/m": b"3", "b/sub/n": b"4"})
+    for name, target in {
+        "a/one": "../a-2/m",
+        "a/two": "/nowhere",
+        "a-2/through": "../b/sub",
+        "b/same": "m",
+        "b/sub/up": "../m",
+        "b/sub/top": "..",
+        "b/dangling": "nothing",
+        "b/circle": "circle",
+        "b/absolute": f"{work}/b/m",
+        "b/out and back": "../b/m",
+    }.items():
+        (work / name).symlink_to(target)
+    expect_log(r"2 symbolic links lead out of .*work/a, the first is .*work/a/one: stored as links, what they point to")
+    expect_log(r"1 symbolic link leads out of .*work/a-2, the first is .*work/a-2/through: stored as links, what they")
+    add(store, [work / "a", work / "a-2", work / "b"], name="run/")
+    assert len(caplog.records) == 2
+    assert store.lookup(store.resolve("run/a"), b"one").target == b"../a-2/m"
+    add(store, [work / "a-2", work / "b"], name="both")  # one snapshot holds what the link points to
+    assert len(caplog.records) == 2
+    expect_log(r"2 symbolic links lead out of others, the first is .*work/a/one")
+    add(store, [work / "a", work / "b"], name="others")
+    assert len(caplog.records) == 3
 
 
 def test_devices_the_store_itself_and_missing_paths_are_refused(store: Store, work: Path) -> None:

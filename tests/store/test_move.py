@@ -277,6 +277,54 @@ def test_moving_several_paths_into_one_snapshot_is_refused(store: Store, work: P
     assert [path.name for path in work.iterdir()] == ["b"]
 
 
+@pytest.mark.parametrize("target", ["run/checkpoint-9", "run/checkpoint-9/m", "nothing", "link"])
+def test_moving_a_symbolic_link_is_refused(store: Store, work: Path, target: str) -> None:
+    """It would delete what the link points to, which has other names than the one given."""
+    lay(work, {"run/checkpoint-9/m": b"9", "c/m": b"1"})
+    (work / "link").symlink_to(target)
+    with pytest.raises(UsageError, match=rf"work/link is a symbolic link to .*work/{target}: .*name that instead"):
+        add(store, [work / "c", Path(f"{work}/link/")], name="run/", move=True)
+    assert below(work) == [b"1", b"9"]
+    assert (work / "link").is_symlink()
+    assert not snapshots(store)
+
+
+def test_a_path_through_a_symbolic_link_is_moved(store: Store, work: Path) -> None:
+    lay(work, {"run/c/m": b"1"})
+    (work / "latest").symlink_to("run")
+    add(store, [work / "latest" / "c"], move=True)
+    assert contents(store, "c") == {"m": b"1"}
+    assert list((work / "run").iterdir()) == []
+
+
+def test_moving_a_directory_whose_symbolic_links_lead_out_is_refused(store: Store, work: Path) -> None:
+    lay(work, {"c/m": b"1", "hub/blobs/x": b"x", "hub/snapshots/a/config": b"c"})
+    for name in ("model", "tokenizer"):
+        (work / "hub" / "snapshots" / "a" / name).symlink_to("../../blobs/x")
+    words = "2 symbolic links lead out of .*hub/snapshots/a, the first is .*a/model: .*without --move"
+    with pytest.raises(UsageError, match=words):
+        add(store, [work / "c", work / "hub" / "snapshots" / "a"], name="run/", move=True)
+    assert below(work) == [b"1", b"x", b"c"]
+    assert not snapshots(store)
+    add(store, [work / "hub"], move=True)
+    assert contents(store, "hub") == {"blobs/x": b"x", "snapshots/a/config": b"c"}
+    assert below(work) == [b"1"]
+
+
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_moving_paths_that_overlap_is_refused(store: Store, work: Path, through_a_link: bool) -> None:
+    lay(work, {"nest/in/m": b"1", "nest/n": b"2", "nest-2/m": b"3"})
+    (work / "alias").symlink_to("nest")
+    inner = work / ("alias" if through_a_link else "nest") / "in"
+    for paths in ([work / "nest-2", work / "nest", inner], [inner, work / "nest-2", work / "nest"]):
+        with pytest.raises(UsageError, match=rf"{inner} lies in .*work/nest: "):
+            add(store, paths, name="q/", move=True)
+        assert below(work) == [b"1", b"2", b"3"]
+        assert not snapshots(store)
+    add(store, [work / "nest", work / "nest-2"], name="q/", move=True)
+    assert snapshots(store) == {"q/nest": 1, "q/nest-2": 1}
+
+
 def test_a_refusal_at_any_step_gives_the_name_back(store: Store, work: Path) -> None:
     lay(work, {"a": noise(1), "c/m": noise(2)})
 
@@ -317,12 +365,11 @@ def test_paths_that_are_gone_count_as_moved_when_their_snapshot_is_there(
 
 def test_a_single_path_that_is_gone(store: Store, work: Path, expect_log: Callable[[str], None]) -> None:
     lay(work, {"c/m": b"1", "real/m": b"2"})
-    (work / "latest").symlink_to("real")
-    for path, name in ((work / "c", None), (work / "latest", "best")):
+    for path, name in ((work / "c", None), (work / "real", "best")):
         for expected in (1, 0):
             assert len(add(store, [path], name=name, move=True).snapshots) == expected
     expect_log(r"work/c is gone, and there is c@1")
-    expect_log(r"work/latest is gone, and there is best@1")
+    expect_log(r"work/real is gone, and there is best@1")
     assert snapshots(store) == {"best": 1, "c": 1}
 
 
