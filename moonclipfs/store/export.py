@@ -11,11 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, ExistsError
+from moonclipfs.errors import CorruptError, ExistsError, MoonclipError, NoSpaceError
 from moonclipfs.store.backend import os_errors
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.progress import Progress
@@ -52,6 +53,7 @@ def export(
     inside: Path | None = None,
     overwrite: bool = False,
     jobs: int = 0,
+    failed: Callable[[MoonclipError], None] | None = None,
 ) -> ExportReport:
     """Write a version's tree, or what is at `path` in it, into the directory `target`, which is made if need be.
 
@@ -61,6 +63,8 @@ def export(
     interrupted export goes on where it was; anything else in the way is ExistsError before a byte is written, or is
     replaced with `overwrite` (but never a directory by a file). Files of `target` that the version does not have stay.
     `jobs` threads compare and decode (0: one for each core).
+    `failed` is told the error of each file that cannot be written, which names the file, and the others are written all
+    the same; without it, and always when the disk is full, the first such error is raised.
 
     Raises NotFoundError, ExistsError, CorruptError, NoSpaceError, PermissionDeniedError.
     """
@@ -71,7 +75,7 @@ def export(
     is_tree = top.type is EntryType.DIRECTORY
     below = store.walk_directory(top.child) if is_tree else [(top.name, top)]
     entries = [(os.path.join(root, name), entry) for name, entry in below]
-    work = _Export(store, progress or (lambda _: None), overwrite, jobs or len(os.sched_getaffinity(0)))
+    work = _Export(store, progress or (lambda _: None), overwrite, jobs or len(os.sched_getaffinity(0)), failed)
     with os_errors(f"write below {target}"):
         above = _make_directories(root)
         todo = work.todo(entries)
@@ -116,7 +120,8 @@ class _Part:
         step = limits.PREFETCH_BYTES
         for at in range(offset, offset + length, step):
             data = memoryview(bytearray(min(step, offset + length - at)))
-            self._reader.stream_into(at, data)
+            with _naming(self.path):
+                self._reader.stream_into(at, data)
             with os_errors(f"write {os.fsdecode(self.path)}"):
                 _pwrite(self._fd, data, at)
         return length
@@ -137,11 +142,20 @@ class _Part:
 
 
 class _Export:
-    def __init__(self, store: Store, tell: Callable[[Progress], None], overwrite: bool, jobs: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tell: Callable[[Progress], None],
+        overwrite: bool,
+        jobs: int,
+        failed: Callable[[MoonclipError], None] | None = None,
+    ) -> None:
         self._store = store
         self._tell = tell
         self._overwrite = overwrite
         self._jobs = jobs
+        self._failed = failed
+        self._unwritten: set[bytes] = set()
         self._lock = threading.Lock()
         self._progress = Progress()
         self.report = ExportReport()
@@ -190,7 +204,7 @@ class _Export:
         except PermissionError:
             return False  # nobody can tell
         try:
-            with os_errors(f"compare {os.fsdecode(path)}"):
+            with os_errors(f"compare {os.fsdecode(path)}"), _naming(path):
                 if not same_bytes(fd, self._store.open_file(entry)):
                     return False
                 os.fsync(fd)
@@ -213,7 +227,10 @@ class _Export:
         with ThreadPoolExecutor(self._jobs, "export") as pool:
             try:
                 for path, entry in files:
-                    part = _Part(path, entry, self._store.open_file(entry))
+                    reader = self._open(path, entry)
+                    if reader is None:
+                        continue
+                    part = _Part(path, entry, reader)
                     working.append((part, []))
                     working[-1][1].extend(pool.submit(self._write, part, *segment) for segment in part.segments())
                     if len(working) >= _FILES_IN_WORK:
@@ -222,8 +239,22 @@ class _Export:
                     self._finish(working)
             finally:
                 for part, futures in working:
-                    wait([future for future in futures if not future.cancel()])
-                    part.abort()
+                    _give_up(part, futures)
+
+    def _open(self, path: bytes, entry: Entry) -> FileReader | None:
+        try:
+            with _naming(path):
+                return self._store.open_file(entry)
+        except MoonclipError as error:
+            self._fail(path, error)
+            return None
+
+    def _fail(self, path: bytes, error: MoonclipError) -> None:
+        """Tell of a file that cannot be written, or raise `error` when that is the end of the export."""
+        if self._failed is None or isinstance(error, NoSpaceError):
+            raise error
+        self._failed(error)
+        self._unwritten.add(path)
 
     def _write(self, part: _Part, offset: int, length: int) -> None:
         part.write(offset, length)
@@ -234,9 +265,15 @@ class _Export:
 
     def _finish(self, working: deque[tuple[_Part, list[Future[None]]]]) -> None:
         part, futures = working[0]
-        for future in futures:
-            future.result()
-        self.report.notes += part.finish()
+        try:
+            for future in futures:
+                future.result()
+            self.report.notes += part.finish()
+        except MoonclipError as error:
+            self._fail(part.path, error)
+            working.popleft()
+            _give_up(part, futures)
+            return
         working.popleft()
         self.report.files += 1
         self.report.bytes += part.entry.size
@@ -256,13 +293,34 @@ class _Export:
         made = 0
         for path, entry in entries:
             original = originals.get(entry.link_group, path)
-            if original == path or (os.path.exists(path) and os.path.samefile(path, original)):
+            if original == path:
+                continue
+            if original in self._unwritten:
+                reason = f"it is one file with {os.fsdecode(original)}"
+                self._fail(path, CorruptError(f"cannot write {os.fsdecode(path)}: {reason}"))
+                continue
+            if os.path.exists(path) and os.path.samefile(path, original):
                 continue
             name = _part_name(path)
             os.link(original, name)
             os.rename(name, path)
             made += 1
         return made
+
+
+@contextmanager
+def _naming(path: bytes) -> Iterator[None]:
+    """Put the file that is to be written in front of an error of reading what is stored."""
+    try:
+        yield
+    except MoonclipError as error:
+        raise type(error)(f"cannot write {os.fsdecode(path)}: {error}") from error
+
+
+def _give_up(part: _Part, futures: list[Future[None]]) -> None:
+    """Throw a part away once no thread writes it any more."""
+    wait([future for future in futures if not future.cancel()])
+    part.abort()
 
 
 def _check_inside(target: Path, directory: Path) -> None:

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from moonclipfs import limits
-from moonclipfs.errors import BackendError, CorruptError, ExistsError, NoSpaceError
+from moonclipfs.errors import BackendError, CorruptError, ExistsError, MoonclipError, NoSpaceError
 from moonclipfs.store import export as exporting
 from moonclipfs.store.add import add
 from moonclipfs.store.export import export
 from moonclipfs.store.packs import pack_key
 from moonclipfs.store.progress import Progress
 from moonclipfs.store.store import Store
-from moonclipfs.types import Attributes, BytesSource, Entry, EntryType, Extent, Version
+from moonclipfs.types import Attributes, BytesSource, Entry, EntryType, Extent, Kind, Version
 from tests.store.kit import noise, packs, publish, series
 from tests.store.test_add import lay
 
@@ -227,6 +227,52 @@ def test_R079_a_corrupt_file_never_gets_its_name(store: Store, tmp_path: Path) -
     with pytest.raises(CorruptError, match=place.object_id.hex()):
         export(store, store.resolve("b"), tmp_path / "target")
     assert [path.name for path in (tmp_path / "target").iterdir()] in ([], ["good"])
+
+
+@pytest.mark.parametrize("kind", [Kind.DATA, Kind.RECIPE])
+def test_an_export_that_goes_on_names_each_file_and_leaves_no_part(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    """Of a file in many segments only the first of which can be read, and of one whose extents are unknown."""
+    monkeypatch.setattr(exporting, "_SEGMENT_BYTES", 100_000)
+    good = {name: noise(number, 300_000) for number, name in enumerate(("a", "c", "e"))}
+    publish(store, "s", good | {"b": noise(8, 5_000_000), "d": noise(9, 5_000_000)})
+    version = store.resolve("s")
+    bad = {name: store.lookup(version, name) for name in (b"b", b"d")}
+    hidden = {
+        entry.child if kind is Kind.RECIPE else store.recipe(entry).extents[-1].object_id for entry in bad.values()
+    }
+    store.close()
+    with Store.open(store.path) as damaged:
+        for place in [one for one in damaged.index.iterate() if one.object_id in hidden]:
+            path = damaged.backend.path(pack_key(place.pack))
+            os.chmod(path, 0o600)
+            with open(path, "r+b") as file:
+                file.seek(place.offset)
+                file.write(bytes(place.encoded_length))
+        errors: list[MoonclipError] = []
+        report = export(damaged, version, tmp_path / "target", failed=errors.append)
+    assert [type(error) for error in errors] == [CorruptError] * 2
+    for name, error in zip("bd", errors, strict=True):
+        assert str(error).startswith(f"cannot write {tmp_path}/target/{name}: ")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == good
+    assert (report.files, report.bytes) == (3, 900_000)
+
+
+def test_an_export_that_goes_on_stops_when_the_disk_is_full(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, "a", {"f": noise(1), "g": noise(2)})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(exporting, "_pwrite", full)
+    errors: list[MoonclipError] = []
+    with pytest.raises(NoSpaceError, match="target/f: No space left"):
+        export(store, store.resolve("a"), tmp_path / "target", failed=errors.append)
+    assert errors == []
+    assert list((tmp_path / "target").iterdir()) == []
 
 
 def test_a_full_disk_is_an_error_and_leaves_whole_files_only(
