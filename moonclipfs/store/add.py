@@ -96,7 +96,7 @@ def add(
     status = os.stat(store.path)
     move = move and not dry_run
     if move:
-        moving.check_paths(paths)
+        moving.check_paths(store, paths)
         if len(paths) > 1 and not (name or "").endswith("/"):
             raise UsageError("moving several paths into one snapshot could not be resumed: use a name that ends in `/`")
         given, paths = paths, moving.resume(store, paths, name)

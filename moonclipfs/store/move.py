@@ -32,10 +32,11 @@ _DOOMED = b".moved-into-moonclipfs"
 half of it. An interruption is carried on later."""
 
 
-def check_paths(paths: Sequence[Path]) -> None:
+def check_paths(store: Store, paths: Sequence[Path]) -> None:
     """Raise UsageError for paths whose deletion would take more than their own names.
 
-    These are symbolic links, for what they point to has other names, and paths of which one lies in another.
+    These are symbolic links, for what they point to has other names, paths of which one lies in another, and parts of
+    the store.
     """
     for path in paths:
         if os.path.islink(path):
@@ -44,6 +45,10 @@ def check_paths(paths: Sequence[Path]) -> None:
                 "name that instead"
             )
     places = sorted((os.path.join(os.path.realpath(os.fsencode(path)), b""), path) for path in paths)
+    own = os.path.join(os.path.realpath(os.fsencode(store.path)), b"")
+    for place, path in places:
+        if place.startswith(own):
+            raise UsageError(f"{path} lies in the store {store.path}: it cannot be moved into itself")
     for (outer, holder), (inner, path) in pairwise(places):
         # In this order, what lies in a directory comes right after it.
         if inner.startswith(outer):

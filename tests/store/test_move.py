@@ -325,6 +325,14 @@ def test_moving_paths_that_overlap_is_refused(store: Store, work: Path, through_
     assert snapshots(store) == {"q/nest": 1, "q/nest-2": 1}
 
 
+def test_moving_a_part_of_the_store_is_refused(store: Store, tmp_path: Path) -> None:
+    for part in ("config.json", "log", "packs", "."):
+        with pytest.raises(UsageError, match=r"lies in the store .*: it cannot be moved into itself"):
+            add(store, [tmp_path / "store" / part], name="x", move=True)
+        assert (tmp_path / "store" / part).exists()
+    assert not snapshots(store)
+
+
 def test_a_refusal_at_any_step_gives_the_name_back(store: Store, work: Path) -> None:
     lay(work, {"a": noise(1), "c/m": noise(2)})
 
