@@ -208,7 +208,9 @@ class PackSink(_Seen):
             seen |= bases
             places = self._index.find_many(bases)
             if lost := bases - places.keys():
-                raise MissingObjectError(f"object {min(lost).hex()}, a base of what was found before, is in no pack")
+                raise MissingObjectError(
+                    f"object {min(lost).hex()}, a base of what was found before, is in no pack: try again"
+                )
             packs.update(place.pack for place in places.values())
             bases = {place.base for place in places.values() if place.base != NO_ID} - seen
         require_packs(self._backend, packs)

@@ -49,14 +49,14 @@ class Survey:
         return names
 
     def measure(self, table: PackTable, young_ns: int | None = None) -> Waste:
-        """Tell needed from dead. Packs as young as `young_ns`, damaged and unreadable ones are spared.
+        """Tell needed from dead. Packs younger than `young_ns`, damaged and unreadable ones are spared.
 
         Raises MissingObjectError when a kept version lacks an object.
         """
         condemned = table.mask(self.condemned)
         spared = table.mask([*self.footers.damaged, *self.left_alone])
         if young_ns is not None:
-            spared |= table.modified_ns >= young_ns
+            spared |= table.modified_ns > young_ns
         closure = table.closure(self.needed.ids(), table.choose(condemned))
         self._require_whole(closure)
         return measure(table, closure, condemned, spared)
