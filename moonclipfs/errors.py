@@ -101,6 +101,62 @@ class LimitError(MoonclipError):
     errno = errno.EFBIG
 
 
+class NotEmptyError(MoonclipError):
+    """A directory that must be empty is not."""
+
+    errno = errno.ENOTEMPTY
+
+
+class NoDirectoryError(MoonclipError):
+    """A directory is needed, and something else is there."""
+
+    errno = errno.ENOTDIR
+
+
+class DirectoryError(MoonclipError):
+    """A directory is there, and something else is needed."""
+
+    errno = errno.EISDIR
+
+
+class NameTooLongError(LimitError):
+    """A name is longer than a directory can hold."""
+
+    errno = errno.ENAMETOOLONG
+
+
+class TooManyLinksError(LimitError):
+    """A file or directory has as many links as it can have."""
+
+    errno = errno.EMLINK
+
+
+class NotPermittedError(PermissionDeniedError):
+    """The operation is not allowed on this kind of thing, whoever asks."""
+
+    errno = errno.EPERM
+
+
+class CrossTreeError(UsageError):
+    """A rename or link would lead from one tree of a mount into another."""
+
+    errno = errno.EXDEV
+
+
+class QuotaError(NoSpaceError):
+    """A quota of moonclipfs is used up."""
+
+    errno = errno.EDQUOT
+
+
+class StagingFullError(MoonclipError):
+    """The staging area is at its limit: whoever writes has to wait until some of it is encoded."""
+
+    exit_code = 8
+    errno = errno.EAGAIN
+    retry = True
+
+
 class LeaseLostError(MoonclipError):
     """This process was taken for dead, so what it prepared must not be published."""
 

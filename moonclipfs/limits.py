@@ -127,6 +127,31 @@ MOUNT_LOG_BYTES = 8 * MIB
 HOLDERS_NAMED = 10
 """Processes that a busy unmount names."""
 
+# Writable layers
+INLINE_BYTES = 64 * KIB
+"""Contents of at most this many bytes are staged in memory and in the journal; longer ones in a file."""
+INLINE_TOTAL_BYTES = 256 * MIB
+"""Contents staged in memory at one time; what comes past it is staged in files."""
+STAGING_BYTES = 16 * GIB
+"""Staged and not yet encoded, unless `--staging-limit` says otherwise."""
+JOURNAL_SEGMENT_BYTES = 64 * MIB
+"""A journal longer than this, and than twice what a fresh one would take, is written anew."""
+JOURNAL_RESERVE_BYTES = 8 * MIB
+"""Preallocated past the end of the journal, so that names can be changed and removed on a full disk."""
+RECORD_BYTES = 256 * MIB
+"""No journal record is longer."""
+ENCODE_DELAY_SECONDS = 2.0
+"""A file whose last writer is gone is encoded after this, unless it was deleted, replaced or opened again."""
+SYNC_SECONDS = 5.0
+"""What was closed is made durable after this, fsync or not."""
+SEAL_AFTER_SECONDS = 60.0
+KEEP_VERSIONS = 3
+"""Automatic versions of a name that are kept."""
+KEEP_DELETED_SECONDS = 7 * 24 * 3600.0
+"""How long what was removed stays in `@versions`, while the disk has room."""
+ENCODE_CORE_SHARE = 0.25
+"""Of the cores, for encoding in the background."""
+
 # Leases
 LEASE_REFRESH_SECONDS = 0.5
 LEASE_SILENCE_SECONDS = 60.0

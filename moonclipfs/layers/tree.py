@@ -78,8 +78,8 @@ class Node(NamedTuple):
 
 
 def inode_number(identity: bytes) -> int:
-    """A number from 2 to 2**63 - 1."""
-    digest = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little") >> 1
+    """A number from 2 to 2**62 - 1; those of layers are above."""
+    digest = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little") >> 2
     return max(digest, ROOT_INODE + 1)
 
 

@@ -1,0 +1,135 @@
+"""Inodes of a layer: what a writable tree consists of, in memory.
+
+An inode is `own` once anything about it was changed or made through the layer: then the journal knows it, and it stays
+in memory. One that is not own stands for what the base shows; it exists while the kernel or a child refers to it, and
+is made again with the same number when it is looked up again.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+from moonclipfs.types import NO_ID, EntryType, ObjectId, Version
+
+if TYPE_CHECKING:
+    from moonclipfs.layers.content import Content
+
+ROOT_NUMBER = 1
+_OWN_BIT = 1 << 62
+"""Numbers of layers have this bit, those of read-only trees (`tree.inode_number`) do not."""
+
+
+class Lower(NamedTuple):
+    """What shows through a directory: the directory object `directory`, found at `path` inside the tree of the
+    directory object `root`.
+
+    `anchor` and `path` make the numbers of what is in it (`inode_number`). The anchor stays the same when the tree is
+    sealed, renamed or moved, and is another one for a new version that somebody else published.
+    """
+
+    anchor: bytes
+    path: bytes
+    directory: ObjectId
+    root: ObjectId
+
+
+class Inode:
+    """One file, directory, symlink or special file. Everything here is changed under the layer's lock only."""
+
+    __slots__ = (
+        "__weakref__",
+        "atime_ns",
+        "below",
+        "changed",
+        "child",
+        "content",
+        "ctime_ns",
+        "entries",
+        "gid",
+        "group",
+        "handles",
+        "links",
+        "lookups",
+        "lower",
+        "mode",
+        "mtime_ns",
+        "names_changed",
+        "number",
+        "own",
+        "removed",
+        "sealed",
+        "size",
+        "target",
+        "type",
+        "uid",
+        "version",
+        "writers",
+        "xattrs",
+    )
+
+    def __init__(self, number: int, type_: EntryType, mode: int, uid: int = 0, gid: int = 0, time_ns: int = 0) -> None:
+        self.number = number
+        self.type = type_
+        self.mode = mode
+        """Without the type bits."""
+        self.uid = uid
+        self.gid = gid
+        self.atime_ns = self.mtime_ns = self.ctime_ns = time_ns
+        self.xattrs: dict[bytes, bytes] = {}
+        self.target = b""
+        self.own = False
+        self.links: set[tuple[Inode, bytes]] = set()
+        """(directory, name) of every name that the layer knows; a directory has at most one."""
+        self.lookups = 0
+        """Mentions to the kernel that it has not forgotten."""
+        self.handles = 0
+        self.writers = 0
+        """Of the handles, those that may write."""
+        # Change counters of the layer: 0 means not changed since the last seal.
+        self.changed = 0
+        """When attributes or contents changed last."""
+        self.below = 0
+        """The largest counter of anything in this directory's tree, itself included."""
+        # Files
+        self.size = 0
+        """Of a file that was not opened or changed yet; else `content.size` counts."""
+        self.child: ObjectId = NO_ID
+        """Recipe of a file without `content`."""
+        self.content: Content | None = None
+        self.group = 0
+        """Group of hard links in the base."""
+        # Directories
+        self.entries: dict[bytes, Inode] = {}
+        """Own entries: they win over bound names, and these over what shows through."""
+        self.removed: set[bytes] = set()
+        """Whiteouts: names of `lower` that do not show through."""
+        self.lower: Lower | None = None
+        self.names_changed: dict[bytes, int] = {}
+        """Names that came, went or changed their inode since the last seal, and the change counter of that."""
+        self.version: Version | None = None
+        """Of a directory that is the root of a bound snapshot: the version that it showed, or was sealed as, last."""
+        self.sealed = 0
+        """Log record of the version in which this directory is sealed, 0 for none."""
+
+    @property
+    def is_directory(self) -> bool:
+        """True for a directory."""
+        return self.type is EntryType.DIRECTORY
+
+    @property
+    def is_file(self) -> bool:
+        """True for a regular file."""
+        return self.type is EntryType.FILE
+
+    def __repr__(self) -> str:
+        return f"<inode {self.number:x} {self.type.name.lower()} own={self.own}>"
+
+
+def inode_number(layer_id: bytes, *identity: bytes) -> int:
+    """A number from 2**62 to 2**63 - 1 that follows from what makes an inode the same: two may, very rarely, agree."""
+    digest = blake2b(digest_size=8, key=layer_id[:64])
+    for part in identity:
+        digest.update(len(part).to_bytes(4, "little"))
+        digest.update(part)
+    return _OWN_BIT | (int.from_bytes(digest.digest(), "little") >> 2)
