@@ -48,6 +48,20 @@ class HookedOps(FileOps):
         assert isinstance(result, int)
         return result
 
+    def pwrite(self, fd: int, data: Buffer, offset: int) -> int:
+        result = self._call("pwrite", fd, data, offset)
+        assert isinstance(result, int)
+        return result
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        self._call("allocate", fd, offset, length)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._call("truncate", fd, size)
+
+    def fdatasync(self, fd: int) -> None:
+        self._call("fdatasync", fd)
+
     def fsync(self, fd: int) -> None:
         self._call("fsync", fd)
 
@@ -156,6 +170,9 @@ class UnsyncedOps(FileOps):
     """Never waits for the disk: for tests that write much and crash never."""
 
     def fsync(self, fd: int) -> None:
+        pass
+
+    def fdatasync(self, fd: int) -> None:
         pass
 
 

@@ -147,6 +147,22 @@ class FileOps:
         """write(2): may write less than asked."""
         return os.write(fd, data)
 
+    def pwrite(self, fd: int, data: Buffer, offset: int) -> int:
+        """pwrite(2): may write less than asked."""
+        return os.pwrite(fd, data, offset)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        """posix_fallocate(3): the range has its space on the disk, and reads as zeros where nothing was written."""
+        os.posix_fallocate(fd, offset, length)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """ftruncate(2)."""
+        os.ftruncate(fd, size)
+
+    def fdatasync(self, fd: int) -> None:
+        """fdatasync(2): the bytes and the size of a file."""
+        os.fdatasync(fd)
+
     def fsync(self, fd: int) -> None:
         """fsync(2)."""
         os.fsync(fd)
