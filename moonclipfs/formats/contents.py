@@ -38,7 +38,14 @@ class Finding(NamedTuple):
     path: str
     message: str
 
+    @property
+    def is_unfinished(self) -> bool:
+        """True where a writer may still bring what is missing; odd and left-over files are no sign of that."""
+        return not self.message.startswith((_UNREADABLE, _UNREFERENCED))
 
+
+_UNREADABLE = "not readable: "
+_UNREFERENCED = "unreferenced: "
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{2,9})-of-(?P<total>\d{2,9})(?P<suffix>\.[A-Za-z]+)")
 _RANK = re.compile(r"(?P<word>[A-Za-z_]*rank_?|rng_state_)(?P<number>\d{1,9})")
 _RANKED_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
@@ -81,9 +88,9 @@ def _damaged(files: Files, prefix: str, names: list[str]) -> Iterator[Finding]:
         if layout.truncated:
             yield Finding(name, f"truncated: {layout.reason}")
         elif layout.format == OPAQUE_FORMAT and name.endswith(_STRICT_SUFFIXES):
-            yield Finding(name, f"not readable: {layout.reason}")
+            yield Finding(name, f"{_UNREADABLE}{layout.reason}")
         elif layout.format == OPAQUE_FORMAT and not _has_magic(files, prefix, name):
-            yield Finding(name, "not readable: it does not begin as a file of this name does")
+            yield Finding(name, _UNREADABLE + "it does not begin as a file of this name does")
 
 
 def _has_magic(files: Files, prefix: str, name: str) -> bool:
@@ -121,7 +128,7 @@ def _shards(files: Files, prefix: str, names: list[str]) -> Iterator[Finding]:
         if match["suffix"] not in indexed_suffixes:
             sets[match["stem"], match["suffix"], int(match["total"])].add(int(match["number"]))
         elif name not in referenced:
-            yield Finding(name, "unreferenced: no index in this directory names it")
+            yield Finding(name, _UNREFERENCED + "no index in this directory names it")
     for (stem, suffix, total), numbers in sets.items():
         first = 0 if 0 in numbers else 1
         missing = _gaps(numbers, first, first + total)
