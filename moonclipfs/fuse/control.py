@@ -17,12 +17,15 @@ from typing import Any
 
 import trio
 
-from moonclipfs import limits
+from moonclipfs import errors, limits
 from moonclipfs.errors import MountError, NotFoundError, PermissionDeniedError
 
 log = logging.getLogger(__name__)
 
 Answer = Callable[[], Mapping[str, Any]]
+"""Answers at once, on the event loop."""
+Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""May take long; called on a thread with the arguments of the request. Its MoonclipErrors reach whoever asked."""
 _PEER = struct.Struct("3i")
 
 
@@ -51,10 +54,14 @@ def runtime_path(mountpoint: str, suffix: str) -> Path:
 class ControlServer:
     """Listens from here on, and answers while `serve` runs; a context manager that removes the socket."""
 
-    def __init__(self, path: Path, operations: Mapping[str, Answer]) -> None:
-        """`operations` answers each "op". What is at `path`, of a server that is dead or detached, is replaced."""
+    def __init__(self, path: Path, operations: Mapping[str, Answer], verbs: Mapping[str, Verb] | None = None) -> None:
+        """One of `operations` or `verbs` answers each "op". What is at `path`, of a server that is dead or detached,
+        is replaced.
+        """
         self.path = path
         self._operations = operations
+        self._verbs = verbs or {}
+        self._threads = trio.CapacityLimiter(limits.CONTROL_CLIENTS)
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         before = os.umask(0o177)
@@ -109,32 +116,60 @@ class ControlServer:
                 while (end := received.find(b"\n")) >= 0 and end < limits.CONTROL_LINE_BYTES:
                     line = bytes(received[:end])
                     del received[: end + 1]
-                    await stream.send_all(json.dumps(self._answer(line)).encode() + b"\n")
+                    await stream.send_all(json.dumps(await self._answer(line)).encode() + b"\n")
                 if len(received) > limits.CONTROL_LINE_BYTES:
                     return
 
-    def _answer(self, line: bytes) -> Mapping[str, Any]:
+    async def _answer(self, line: bytes) -> Mapping[str, Any]:
         try:
             request = json.loads(line)
-            operation = self._operations[request["op"]]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            return {"error": f'a request is {{"op": NAME}} on one line; the names are {sorted(self._operations)}'}
-        return operation()
+            name = request.pop("op")
+            quick, slow = self._operations.get(name), self._verbs.get(name)
+            if quick is None and slow is None:
+                raise LookupError(name)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            names = sorted([*self._operations, *self._verbs])
+            return _error(UsageError(f'a request is {{"op": NAME, ...}} on one line; the names are {names}'))
+        try:
+            if quick is not None:
+                return quick()
+            assert slow is not None
+            return await trio.to_thread.run_sync(slow, request, limiter=self._threads, abandon_on_cancel=True)
+        except MoonclipError as error:
+            return _error(error)
+        except (KeyError, TypeError, ValueError) as error:
+            log.exception("request %s at the control socket", name)
+            return _error(UsageError(f"{name}: {error!r}"))
 
 
-def ask(mountpoint: str, operation: str, timeout: float = 5.0) -> dict[str, Any]:
-    """Ask the server of the mount at a real path. Raises NotFoundError when none listens, MountError for no answer."""
+def _error(error: MoonclipError) -> Mapping[str, Any]:
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def ask(mountpoint: str, operation: str, timeout: float | None = 5.0, /, **arguments: Any) -> dict[str, Any]:
+    """Ask the server of the mount at a real path, waiting `timeout` seconds, or as long as it takes with None.
+
+    Raises what the server answers, NotFoundError when none listens, MountError for no answer.
+    """
     with _connect(mountpoint) as client:
         client.settimeout(timeout)
         try:
-            client.sendall(json.dumps({"op": operation}).encode() + b"\n")
+            client.sendall(json.dumps({**arguments, "op": operation}).encode() + b"\n")
             with client.makefile("rb") as lines:
-                answer = json.loads(lines.readline(limits.CONTROL_LINE_BYTES))
+                answer = json.loads(lines.readline(limits.CONTROL_ANSWER_BYTES))
         except (OSError, ValueError) as error:
             raise MountError(f"the server of {mountpoint} does not answer: {error}") from error
-    if not isinstance(answer, dict) or "error" in answer:
+    if not isinstance(answer, dict):
         raise MountError(f"the server of {mountpoint} answers {answer}")
+    if "error" in answer:
+        raise _error_named(answer)
     return answer
+
+
+def _error_named(answer: Mapping[str, Any]) -> MoonclipError:
+    kind = getattr(errors, str(answer["error"]), None)
+    known = isinstance(kind, type) and issubclass(kind, MoonclipError)
+    return (kind if known else MountError)(str(answer.get("message", answer)))
 
 
 def server_pid(mountpoint: str) -> int | None:

@@ -14,13 +14,15 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of the kernel's list. `device` is "major:minor"; `mount_id` is what /proc/PID/fdinfo names."""
+    """One line of the kernel's list. `device` is "major:minor"; `mount_id` is what /proc/PID/fdinfo names; `writable`
+    is what the kernel lets through."""
 
     mount_id: int
     device: str
     mountpoint: str
     type: str
     source: str
+    writable: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -70,7 +72,9 @@ def _parse(line: str) -> Mount | None:
     fields, rest = before.split(" "), after.split(" ")
     if not separator or len(fields) < 6 or len(rest) < 2:
         return None
-    return Mount(int(fields[0]), fields[2], _unescape(fields[4]), rest[0], _unescape(rest[1]))
+    # Of the two lists of options, the second is that of the file system itself.
+    writable = "ro" not in {*fields[5].split(","), *rest[-1].split(",")}
+    return Mount(int(fields[0]), fields[2], _unescape(fields[4]), rest[0], _unescape(rest[1]), writable)
 
 
 def _unescape(field: str) -> str:
