@@ -121,6 +121,7 @@ CONTENT_TIMEOUT_SECONDS = 3600.0
 LISTING_BATCH = 128
 """Names of a directory looked up together."""
 CONTROL_LINE_BYTES = 64 * KIB
+CONTROL_ANSWER_BYTES = 64 * MIB
 CONTROL_CLIENTS = 16
 MOUNT_LOG_BYTES = 8 * MIB
 """The log file of a mount; one older one is kept beside it."""
@@ -134,10 +135,14 @@ INLINE_TOTAL_BYTES = 256 * MIB
 """Contents staged in memory at one time; what comes past it is staged in files."""
 STAGING_BYTES = 16 * GIB
 """Staged and not yet encoded, unless `--staging-limit` says otherwise."""
+STAGING_FILES = 256
+"""Staging files that are open at one time."""
 JOURNAL_SEGMENT_BYTES = 64 * MIB
 """A journal longer than this, and than twice what a fresh one would take, is written anew."""
 JOURNAL_RESERVE_BYTES = 8 * MIB
 """Preallocated past the end of the journal, so that names can be changed and removed on a full disk."""
+JOURNAL_STEP_BYTES = 4 * MIB
+"""By how much more than needed a journal is preallocated at a time."""
 RECORD_BYTES = 256 * MIB
 """No journal record is longer."""
 ENCODE_DELAY_SECONDS = 2.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 _LOCAL = frozenset(
@@ -30,6 +31,18 @@ def file_system_type(path: Path, mountinfo: str | None = None) -> str:
         if len(point.parts) >= best and (point == wanted or point in wanted.parents):
             best, found = len(point.parts), kind
     return found
+
+
+@cache
+def boot_id() -> str:
+    """Which start of which kernel this is; empty where that cannot be told.
+
+    Processes that agree on it share one page cache, and see each other's locks.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def is_local(path: Path) -> bool:

@@ -21,7 +21,6 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -333,10 +332,6 @@ def _is_locked(fd: int) -> bool | None:
         raise
 
 
-@cache
 def _boot_id() -> str:
-    """Which start of which kernel this is: processes that agree on it see each other's locks."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
+    """Processes that agree on it see each other's locks."""
+    return hostfs.boot_id() or socket.gethostname()
