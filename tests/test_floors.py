@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "moonclipfs"
 FLOORS = {
-    "_codec": 0, "errors": 0, "limits": 0, "types": 0,
+    "_codec": 0, "_fuseinit": 0, "errors": 0, "limits": 0, "types": 0,
     "codec": 1, "formats": 1,
     "store": 2,
     "layers": 3,

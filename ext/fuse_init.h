@@ -1,0 +1,24 @@
+#ifndef FUSE_INIT_H
+#define FUSE_INIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/uio.h>
+
+/* Ask for the flags `wanted` of INIT, as far as the kernel offers them, in the next session that is mounted. */
+void fuse_init_arm(uint64_t wanted);
+
+/* 1 when the session's messages pass through here. */
+int fuse_init_active(void);
+
+/* The flags of the reply to INIT, 0 before it. */
+uint64_t fuse_init_granted(void);
+
+/* 1 when the last request that was read tells the server to clear the bits setuid and setgid of a file. */
+int fuse_init_kills(void);
+
+/* Take note of a request of any length and content; change a reply that is the one to INIT. For tests, too. */
+void fuse_init_request(const char *request, size_t length);
+void fuse_init_reply(const struct iovec *parts, int count);
+
+#endif

@@ -1,0 +1,126 @@
+"""The flags that the extension adds to the greeting of a mount."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonclipfs.fuse.initflags import (
+    CACHE_SYMLINKS,
+    DIRECT_IO_ALLOW_MMAP,
+    HANDLE_KILLPRIV_V2,
+    PARALLEL_DIROPS,
+)
+
+extension = pytest.importorskip("moonclipfs._fuseinit")
+
+ALL = PARALLEL_DIROPS | CACHE_SYMLINKS | HANDLE_KILLPRIV_V2 | DIRECT_IO_ALLOW_MMAP
+EXT = 1 << 30
+OPEN, WRITE, SETATTR, INIT, READ, CREATE = 14, 16, 4, 26, 15, 35
+
+
+def request(opcode: int, body: bytes, unique: int = 7) -> bytes:
+    return struct.pack("<IIQQIIIHH", 40 + len(body), opcode, unique, 1, 0, 0, 0, 0, 0) + body
+
+
+def init_request(offered: int, unique: int = 7) -> bytes:
+    return request(INIT, struct.pack("<5I", 7, 40, 0, offered & 0xFFFFFFFF, offered >> 32) + bytes(44), unique)
+
+
+def reply(
+    flags: int, flags2: int = 0, unique: int = 7, error: int = 0, length: int = 64
+) -> tuple[bytearray, bytearray]:
+    body = struct.pack("<4I2H2I2H8I", 7, 38, 0, flags, 0, 0, 0, 0, 0, 0, flags2, 0, 0, 0, 0, 0, 0, 0)
+    return bytearray(struct.pack("<IiQ", 16 + length, error, unique)), bytearray(body[:length])
+
+
+def flags_of(body: bytearray) -> int:
+    low = int(struct.unpack_from("<I", body, 12)[0])
+    return low | (int(struct.unpack_from("<I", body, 32)[0]) << 32 if low & EXT and len(body) >= 36 else 0)
+
+
+def greet(wanted: int, offered: int, flags: int = 0, **changes: int) -> tuple[int, bytearray]:
+    """Arm, let the kernel offer and libfuse answer; return what the kernel gets."""
+    extension.arm(wanted)
+    extension.feed_request(init_request(offered))
+    head, body = reply(flags, **changes)
+    extension.feed_reply(head, body)
+    return flags_of(body), body
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
+def test_only_what_the_kernel_offers_is_added(wanted: int, offered: int, flags: int) -> None:
+    flags &= ~EXT
+    got, _ = greet(wanted, offered, flags)
+    if not offered & EXT:
+        offered &= 0xFFFFFFFF
+    assert got & ~EXT == (flags | wanted & offered) & ~EXT
+    assert extension.granted() == got
+
+
+def test_an_old_kernel_or_libfuse_gets_what_it_knows() -> None:
+    assert greet(ALL, PARALLEL_DIROPS)[0] == PARALLEL_DIROPS
+    assert greet(ALL, ALL | EXT, length=24)[0] == ALL & 0xFFFFFFFF  # a short reply has no room for the upper half
+    assert greet(ALL, ALL | EXT, flags=EXT, flags2=1 << 3)[0] == ALL | EXT | 1 << 35
+    assert greet(ALL, ALL | EXT, flags=5, error=-71)[0] == 5
+
+
+def test_only_the_reply_to_the_greeting_changes() -> None:
+    assert greet(ALL, ALL | EXT, unique=9)[0] == 0
+    greet(ALL, ALL | EXT)
+    head, body = reply(0)
+    extension.feed_reply(head, body)  # answered once already
+    assert flags_of(body) == 0
+
+
+@given(st.binary(max_size=120), st.binary(max_size=40), st.binary(max_size=100))
+def test_any_bytes_pass(read: bytes, head: bytes, body: bytes) -> None:
+    extension.arm(ALL)
+    extension.feed_request(init_request(ALL | EXT, unique=int.from_bytes(head[8:16], "little")))
+    extension.feed_request(read)
+    extension.feed_reply(bytearray(head), bytearray(body))
+
+
+@pytest.mark.parametrize(
+    ("opcode", "at", "bit"), [(WRITE, 20, 1 << 2), (SETATTR, 0, 1 << 11), (OPEN, 4, 1), (CREATE, 12, 1)]
+)
+def test_requests_tell_that_privileges_must_go(opcode: int, at: int, bit: int) -> None:
+    for value, expected in ((0, False), (bit, True), (0xFFFFFFFF ^ bit, False)):
+        body = bytearray(64)
+        struct.pack_into("<I", body, at, value)
+        extension.feed_request(request(opcode, bytes(body)))
+        assert extension.kills_privileges() is expected
+    extension.feed_request(request(READ, b"\xff" * 40))
+    assert not extension.kills_privileges()
+    extension.feed_request(request(opcode, b""))
+    assert not extension.kills_privileges()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_extension_is_used_only_where_it_comes_first(early: bool) -> None:
+    """In an interpreter of its own: pyfuse3, once loaded, is bound to libfuse's own function."""
+    lines = ["from moonclipfs.fuse import initflags\ninitflags.load()", "import pyfuse3"]
+    code = "\n".join([*(lines if early else lines[::-1]), "print(initflags._extension is not None)"])
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(early)
+
+
+def test_it_can_be_switched_off() -> None:
+    code = "from moonclipfs.fuse import initflags as f\nf.load()\nf.arm(writable=True)\nprint(f.active(), f.granted())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "MOONCLIPFS_INIT_FLAGS": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "0"]
