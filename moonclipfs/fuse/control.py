@@ -18,7 +18,7 @@ from typing import Any
 import trio
 
 from moonclipfs import errors, limits
-from moonclipfs.errors import MountError, NotFoundError, PermissionDeniedError
+from moonclipfs.errors import MoonclipError, MountError, NotFoundError, PermissionDeniedError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -168,8 +168,8 @@ def ask(mountpoint: str, operation: str, timeout: float | None = 5.0, /, **argum
 
 def _error_named(answer: Mapping[str, Any]) -> MoonclipError:
     kind = getattr(errors, str(answer["error"]), None)
-    known = isinstance(kind, type) and issubclass(kind, MoonclipError)
-    return (kind if known else MountError)(str(answer.get("message", answer)))
+    message = str(answer.get("message", answer))
+    return kind(message) if isinstance(kind, type) and issubclass(kind, MoonclipError) else MountError(message)
 
 
 def server_pid(mountpoint: str) -> int | None:

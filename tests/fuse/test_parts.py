@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonclipfs import limits
-from moonclipfs.errors import LimitError, MountError, NotFoundError, PermissionDeniedError
+from moonclipfs.errors import LimitError, MountError, NotFoundError, PermissionDeniedError, UsageError
 from moonclipfs.fuse import mounts, nodes
 from moonclipfs.fuse.control import ask, runtime_directory, runtime_path, server_pid
 from moonclipfs.fuse.handles import FileHandle
@@ -174,7 +174,9 @@ def test_the_control_socket_answers_its_owner(small: Mounted) -> None:
         lines = client.makefile("rb")
         for nonsense in (b"{}", b"nonsense", b'{"op": "rm"}', b"[1]", b'{"op": ["x"]}', b"\xff", b"[" * 50_000):
             client.sendall(nonsense + b"\n")
-            assert "ping" in json.loads(lines.readline())["error"]
+            answer = json.loads(lines.readline())
+            assert answer["error"] == "UsageError"
+            assert "ping" in answer["message"]
         client.sendall(b'{"op": "ping"}\n{"op": "pi')
         assert json.loads(lines.readline())["pid"] == small.pid
         client.sendall(b"x" * (limits.CONTROL_LINE_BYTES + 1))
@@ -183,7 +185,7 @@ def test_the_control_socket_answers_its_owner(small: Mounted) -> None:
         except ConnectionResetError:
             pass
         lines.close()
-    with pytest.raises(MountError, match="a request is"):
+    with pytest.raises(UsageError, match="a request is"):
         ask(str(small.path), "nonsense")
     with pytest.raises(NotFoundError, match="no server of"):
         ask(str(small.path) + "x", "ping")
