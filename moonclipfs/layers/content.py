@@ -1,0 +1,267 @@
+"""Where each byte of a file comes from: a hole, its recipe in the store, or a staging generation of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from moonclipfs.layers.ranges import END, RangeMap
+from moonclipfs.layers.records import PART_HOLE, PART_RECIPE, PART_STAGED
+from moonclipfs.layers.staging import Generation
+from moonclipfs.types import NO_ID, ObjectId
+
+_CLEAN = 0
+_JOURNALLED = 1
+"""In the journal, but not known to be on the disk."""
+_CHANGED = 2
+"""In memory only."""
+
+
+class Part(NamedTuple):
+    """`length` bytes of a file from `offset` on. `kind` is one of the PART_ constants of `records.py`.
+
+    Bytes of a recipe or a generation are found there at the file's own offsets. `generation` is None except for
+    PART_STAGED.
+    """
+
+    offset: int
+    length: int
+    kind: int
+    generation: Generation | None = None
+
+
+class Content:
+    """The bytes of one file, by where they come from. Everything here happens under the layer's lock.
+
+    `size` is in bytes; `recipe` is what PART_RECIPE means, NO_ID when there is none. Offsets past `size` are holes at
+    any time, so what is cut off never comes back.
+    """
+
+    __slots__ = (
+        "_ambiguous",
+        "_changes",
+        "_dropped",
+        "_exact",
+        "_frozen",
+        "_generations",
+        "_intact",
+        "_map",
+        "_stored",
+        "_whole",
+        "_writable",
+        "newest",
+        "recipe",
+        "size",
+    )
+
+    def __init__(self, size: int = 0, recipe: ObjectId = NO_ID) -> None:
+        self.size = size
+        self.recipe = recipe
+        self.newest = 0
+        """The largest number of a generation or freeze so far: the one by which a job tells what it encodes."""
+        self._map = RangeMap(PART_HOLE)
+        """PART_HOLE, PART_RECIPE, or PART_STAGED plus the number of a generation, for each offset."""
+        self._generations: dict[int, Generation] = {}
+        """Those that the map may name."""
+        self._dropped: list[Generation] = []
+        """Those that it does not name any more, but the journal may."""
+        self._writable: Generation | None = None
+        self._stored = 0
+        """The largest number given to `stored`."""
+        self._exact = True
+        self._frozen = -1
+        """Number of the last freeze."""
+        self._intact = False
+        """Whether nothing was changed since the last freeze."""
+        self._ambiguous = False
+        """Whether there was an earlier freeze of other contents with the same number."""
+        self._changes = RangeMap(_CLEAN)
+        self._whole = _CLEAN
+        self._map.set(0, size, PART_RECIPE if recipe != NO_ID else PART_HOLE)
+
+    @property
+    def generation(self) -> Generation | None:
+        """The generation that takes writes, None when the next write needs a new one."""
+        if self._writable is not None and self._writable.frozen:
+            self._writable = None
+        return self._writable
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether some of the bytes are in staging."""
+        return self._map.any_from(PART_STAGED)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the recipe alone is this content (NO_ID for no bytes), so that nothing is to be encoded.
+
+        Not staged and not exact is a file that was only cut off or extended. After a replay, files with holes may
+        count as not exact though they are.
+        """
+        return self._exact or not self.size
+
+    @property
+    def is_journalled(self) -> bool:
+        """Whether `changes` has told everything."""
+        return max(self._whole, self._changes.largest()) < _CHANGED
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether `changes(synced=True)` has told everything."""
+        return max(self._whole, self._changes.largest()) == _CLEAN
+
+    def parts(self, offset: int, length: int) -> list[Part]:
+        """What a range, clipped to the size, consists of: in order, without gaps, neighbours of one kind merged."""
+        known = self._generations.get
+        return [
+            Part(start, end - start, min(value, PART_STAGED), known(value - PART_STAGED))
+            for start, end, value in self._map.runs(offset, min(offset + length, self.size))
+        ]
+
+    def generations(self) -> list[Generation]:
+        """Those that bytes come from, in the order of their numbers."""
+        self._prune()
+        return [self._generations[number] for number in sorted(self._generations)]
+
+    def wrote(self, generation: Generation, offset: int, length: int) -> None:
+        """A range was written to `generation`, which takes the writes from now on. A gap before it is a hole."""
+        assert not generation.frozen, f"{generation} is frozen: the write needs a new one"
+        if not length:
+            return
+        self._take(generation)
+        end = offset + length
+        self._map.set(offset, end, PART_STAGED + generation.number)
+        self._changed(min(offset, self.size), end)
+        self.size = max(self.size, end)
+
+    def truncate(self, size: int) -> None:
+        """Cut the file off at `size`, or extend it with a hole. Cutting to nothing is the same as `clear`."""
+        if not size:
+            self.clear()
+        elif size != self.size:
+            self._changed(size, END) if size < self.size else self._changed(self.size, size)
+            self._resize(size)
+
+    def clear(self) -> None:
+        """Cut the file to nothing. The next write needs a new generation: the journal may need the bytes before."""
+        self._reset()
+        self._changes = RangeMap(_CLEAN)
+        self._whole = _CHANGED
+        self._intact = self._exact = False
+
+    def freeze(self, number: int = 0) -> tuple[Part, ...]:
+        """Return all parts, and freeze their generations: what they name never changes.
+
+        `number` stands for this moment in `stored`: a fresh one from the counter of generations. With 0 it is
+        `newest`; then a content that was only truncated since the freeze before has the same number as that one, and
+        does not become exact.
+        """
+        number = number or self.newest
+        self._ambiguous = number == self._frozen and (self._ambiguous or not self._intact)
+        self._frozen = self.newest = number
+        self._intact = True
+        for generation in self.generations():
+            generation.frozen = True
+        return tuple(self.parts(0, self.size))
+
+    def stored(self, generation_number: int, recipe: ObjectId, recipe_size: int) -> list[Generation]:
+        """What the freeze with this number returned is encoded as `recipe`, of `recipe_size` bytes.
+
+        Of it, what is still there comes from `recipe` now; holes stay holes. Returns the generations that neither
+        this content nor its journal needs any more. The answer of an older freeze than the last one stored is ignored.
+        """
+        if generation_number < self._stored:
+            return []
+        self._stored = generation_number
+        old = [number for number in self._generations if number <= generation_number]
+        self._map.replace({PART_STAGED + number: PART_RECIPE for number in old})
+        freed = [self._generations.pop(number) for number in old]
+        freed += [dropped for dropped in self._dropped if dropped.number <= generation_number]
+        self._dropped = [dropped for dropped in self._dropped if dropped.number > generation_number]
+        if self._writable in freed:
+            self._writable = None
+        if self.size:
+            self.recipe = recipe
+        same = generation_number == self._frozen and self._intact and not self._ambiguous
+        self._exact = same and self.size == recipe_size
+        return freed
+
+    def unused(self) -> list[Generation]:
+        """Return, once, the generations whose bytes were all overwritten or cut off.
+
+        They may be deleted when the journal holds all that `changes(synced=True)` told, durably.
+        """
+        self._prune()
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def changes(self, *, synced: bool = False) -> tuple[bool, list[Part]]:
+        """What a `Contents` record has to say: whether it replaces the whole content, and the parts of its ranges.
+
+        It is what changed since the last call; with `synced`, since the last call with `synced`, since records that
+        are not synced do not count after a power failure. That the size shrank is not in the parts.
+        """
+        least = _JOURNALLED if synced else _CHANGED
+        whole = self._whole >= least
+        ranges = [(0, self.size)] if whole else [(a, b) for a, b, v in self._changes.runs(0, self.size) if v >= least]
+        parts = [part for start, end in ranges for part in self.parts(start, end - start)]
+        if synced:
+            self._changes = RangeMap(_CLEAN)
+            self._whole = _CLEAN
+        else:
+            self._changes.replace({_CHANGED: _JOURNALLED})
+            self._whole = min(self._whole, _JOURNALLED)
+        return whole, parts
+
+    def apply(self, whole: bool, recipe: ObjectId, size: int, parts: Iterable[Part], *, synced: bool = False) -> None:
+        """Replay a `Contents` record. Without `synced`, the next `changes(synced=True)` tells it again."""
+        if whole:
+            self._reset()
+            self._whole = _JOURNALLED
+        self._changes.set(min(size, self.size), END if size < self.size else size, _JOURNALLED)
+        self._resize(size)
+        self.recipe = recipe
+        for offset, length, kind, generation in parts:
+            value = kind
+            if generation is not None:
+                generation.mark(offset, length)
+                self._take(generation)
+                value = PART_STAGED + generation.number
+            self._map.set(offset, offset + length, value)
+            self._changes.set(offset, offset + length, _JOURNALLED)
+        if synced:
+            self._changes = RangeMap(_CLEAN)
+            self._whole = _CLEAN
+        self._intact = self._exact = False
+
+    def _take(self, generation: Generation) -> None:
+        if self._writable is not generation:
+            self._generations[generation.number] = generation
+            self.newest = max(self.newest, generation.number)
+            if not generation.frozen and generation.number == self.newest:
+                self._writable = generation
+
+    def _changed(self, start: int, end: int) -> None:
+        self._changes.set(start, end, _CHANGED)
+        self._intact = self._exact = False
+
+    def _resize(self, size: int) -> None:
+        if size < self.size:
+            self._map.set(size, END, PART_HOLE)
+        self.size = size
+
+    def _reset(self) -> None:
+        self._map = RangeMap(PART_HOLE)
+        self._prune()
+        self._writable = None
+        self.recipe = NO_ID
+        self.size = 0
+
+    def _prune(self) -> None:
+        """Drop generations that the map does not name; where that is the one that takes writes, the next is new."""
+        named = self._map.values()
+        for number in [number for number in self._generations if PART_STAGED + number not in named]:
+            generation = self._generations.pop(number)
+            if generation is self._writable:
+                self._writable = None
+            self._dropped.append(generation)
