@@ -6,8 +6,10 @@ the same objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache
+from typing import TypeAlias
 
 from moonclipfs import _codec, limits
 from moonclipfs.errors import LimitError
@@ -63,8 +65,16 @@ class Piece:
     index: int
 
 
-def cut(source: Source, layout: Layout, rules: CutRules) -> Iterator[Piece]:
-    """Yield the pieces of a file, sorted and covering it. Only bytes cut by content are read, a MiB at a time."""
+KnownCut: TypeAlias = Callable[[Region, int], int]
+"""Called with a region that is cut by content and the offset of a cut in it: the length from there to a later cut that
+is known without reading, or 0. Between the two there may be more cuts only where all bytes are zero.
+"""
+
+
+def cut(source: Source, layout: Layout, rules: CutRules, known: KnownCut | None = None) -> Iterator[Piece]:
+    """Yield the pieces of a file, sorted and covering it. Only bytes cut by content are read, a MiB at a time, and
+    only where `known` knows no cut.
+    """
     run: list[Region] = []
     for region in layout.regions:
         small = region.length < rules.small_region_bytes
@@ -76,7 +86,7 @@ def cut(source: Source, layout: Layout, rules: CutRules) -> Iterator[Piece]:
         elif region.kind is RegionKind.TENSOR:
             yield from _cut_tensor(region, rules)
         else:
-            yield from _cut_by_content(source, region, rules)
+            yield from _cut_by_content(source, region, rules, known)
     if run:
         yield _merge(run)
 
@@ -121,21 +131,38 @@ def _slices(region: Region, rules: CutRules) -> tuple[int, tuple[int, ...]]:
     return 1, region.shape
 
 
-def _cut_by_content(source: Source, region: Region, rules: CutRules) -> Iterator[Piece]:
+def _cut_by_content(source: Source, region: Region, rules: CutRules, known: KnownCut | None) -> Iterator[Piece]:
     """Cut bytes of unknown structure where their content says, so that an insertion moves few cuts.
+
+    What follows a cut depends on the bytes behind it alone: so it is known again where cuts fall together.
+    """
+    start, index = region.offset, 0
+    while start < region.end:
+        length = 0 if known is None else known(region, start)
+        lengths = iter([length]) if length else _chunk_lengths(source, start, region.end, rules)
+        for length in lengths:
+            yield Piece(start, length, DType.BYTES, "", (length,), index)
+            start += length
+            index += 1
+            if known is not None and start < region.end and known(region, start):
+                break
+
+
+def _chunk_lengths(source: Source, start: int, end: int, rules: CutRules) -> Iterator[int]:
+    """Yield the lengths of the chunks from the cut `start` on.
 
     A gear hash h = (h << 1) + gear[byte] runs over the bytes of a chunk from `chunk_min` on; the chunk ends after the
     byte at which the highest log2(`chunk_average`) + 2 bits of h (from `chunk_average` on: - 2) are zero, and at
     `chunk_max`. `gear` is the first 256 outputs of splitmix64 from the seed 0.
     """
     chunker = _codec.Chunker(rules.chunk_min, rules.chunk_average, rules.chunk_max)
-    start, index = region.offset, 0
-    for at in range(region.offset, region.end, _READ_BYTES):
-        size = min(_READ_BYTES, region.end - at)
-        lengths = chunker.push(source.read(at, size))
-        if at + size == region.end:
-            lengths += chunker.finish()
-        for length in lengths:
-            yield Piece(start, length, DType.BYTES, "", (length,), index)
-            start += length
-            index += 1
+    for at in range(start, end, _READ_BYTES):
+        yield from chunker.push(source.read(at, min(_READ_BYTES, end - at)))
+    yield from chunker.finish()
+
+
+@cache
+def zero_chunk(rules: CutRules) -> int:
+    """Length in bytes of a chunk that holds zeros only, more of which follow."""
+    chunker = _codec.Chunker(rules.chunk_min, rules.chunk_average, rules.chunk_max)
+    return chunker.push(bytes(rules.chunk_max))[0]

@@ -15,7 +15,8 @@ from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError, NotFoun
 from moonclipfs.formats.sniff import parse
 from moonclipfs.store import move as moving
 from moonclipfs.store.gc import collect
-from moonclipfs.store.ingest import IngestStats, Intake, Previous
+from moonclipfs.store.ingest import IngestStats, Intake
+from moonclipfs.store.kept import Previous
 from moonclipfs.store.log import Names
 from moonclipfs.store.paths import check_path
 from moonclipfs.store.progress import Progress

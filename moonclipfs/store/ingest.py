@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 from moonclipfs import limits
 from moonclipfs.codec.sketch import sketch
@@ -19,6 +18,7 @@ from moonclipfs.formats.layout import Region
 from moonclipfs.formats.sniff import parse
 from moonclipfs.store.bases import Line, candidates, label_of
 from moonclipfs.store.directories import encode_directory
+from moonclipfs.store.kept import Kept, Previous
 from moonclipfs.store.objects import object_id
 from moonclipfs.store.packfile import ENTRY, RECORD_BYTES
 from moonclipfs.store.packs import Location
@@ -32,15 +32,8 @@ _COST = 4
 """Bytes of memory that one raw byte of a piece in work takes: itself, its base, its encoding, the check."""
 _OVERHEAD = RECORD_BYTES + ENTRY.itemsize
 """Bytes that an object takes in a pack beside its encoding."""
-
-
-class Previous(Source, Protocol):
-    """The same file in the snapshot before."""
-
-    @property
-    def recipe(self) -> Recipe:
-        """Its extents."""
-        ...
+_AHEAD = 1024
+"""Pieces that wait for a worker at one time, at most."""
 
 
 @dataclass(slots=True)
@@ -76,42 +69,56 @@ class IngestStats:
 class Intake:
     """Turns files and directories into objects of a sink.
 
-    Workers hash and encode pieces side by side, within `limits.INGEST_BYTES` of memory. One thread uses it at a time.
+    Workers hash and encode pieces side by side, within `limits.INGEST_BYTES` of memory. One thread uses it at a time,
+    but for `use_pool`.
     """
 
-    def __init__(self, sink: Sink, rules: CutRules, workers: int = 0) -> None:
-        """`workers` threads; 0 means one for each core that this process may use, as far as the memory is enough."""
+    def __init__(self, sink: Sink, rules: CutRules) -> None:
+        """Has a thread for each core that this process may use, as far as the memory is enough: see `use_pool`."""
         self._sink = sink
         self._rules = rules
-        most = max(1, limits.INGEST_BYTES // (_COST * limits.OBJECT_BYTES))
-        self._pool = ThreadPoolExecutor(workers or min(most, len(os.sched_getaffinity(0))), "ingest")
+        self._pools = [ThreadPoolExecutor(worker_count(), "ingest")]
         self._lock = threading.Lock()
         self._flights: dict[ObjectId, Future[Location]] = {}
         self.stats = IngestStats()
 
     def close(self) -> None:
         """Stop the workers."""
-        self._pool.shutdown(cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
+
+    def use_pool(self, pool: ThreadPoolExecutor) -> None:
+        """Let the threads of `pool` do what is begun from here on; `close` stops them. Any thread may call it."""
+        self._pools.append(pool)
 
     def put_file(
-        self, source: Source, previous: Previous | None = None, progress: Callable[[int], None] | None = None
+        self,
+        source: Source,
+        previous: Previous | None = None,
+        progress: Callable[[int], None] | None = None,
+        kept: Kept | None = None,
     ) -> tuple[ObjectId, int, IngestStats]:
         """Store a file; return the id of its recipe (`NO_ID` for a file of no bytes), its size, and what it took.
 
-        `previous` offers bases by tensor name. `progress` is called with counts of bytes that are done. What
-        `source.read` raises passes through, and nothing is referred to then.
+        `previous` offers bases by tensor name. `progress` is called with counts of bytes that are done. `kept` tells
+        what need not be read; the recipe is the same as without. What `source.read` raises passes through, and
+        nothing is referred to then.
         """
-        recipe, stats = self.put_contents(source, previous, progress)
+        recipe, stats = self.put_contents(source, previous, progress, kept)
         return self.put_recipe(recipe, stats), recipe.size, stats
 
     def put_contents(
-        self, source: Source, previous: Previous | None = None, progress: Callable[[int], None] | None = None
+        self,
+        source: Source,
+        previous: Previous | None = None,
+        progress: Callable[[int], None] | None = None,
+        kept: Kept | None = None,
     ) -> tuple[Recipe, IngestStats]:
         """Store the data objects of a file; see `put_file`. `put_recipe` completes it."""
         stats = IngestStats(files=1, raw_bytes=source.size)
         line = _line(previous)
         extents: list[Extent] = []
-        for extent, part in self._extents(source, line):
+        for extent, part in self._extents(source, line, kept):
             extents.append(extent)
             stats.add(part)
             if progress is not None:
@@ -131,24 +138,40 @@ class Intake:
         self.stats.add(stats)
         return identity
 
-    def _extents(self, source: Source, line: Line | None) -> Iterator[tuple[Extent, IngestStats]]:
+    def _extents(self, source: Source, line: Line | None, kept: Kept | None) -> Iterator[tuple[Extent, IngestStats]]:
         """The extents of a file in order, as the workers finish them."""
         working: deque[tuple[Future[tuple[Extent, IngestStats]], int]] = deque()
         in_work = 0
         try:
-            for piece, base in _pieces(source, self._rules, line):
-                cost = _COST * piece.length
-                while working and in_work + cost > limits.INGEST_BYTES:
+            for piece, base in _pieces(source, self._rules, line, kept):
+                known = None if kept is None else kept.extent(piece)
+                cost = _COST * piece.length if known is None else 0
+                while working and (in_work + cost > limits.INGEST_BYTES or len(working) == _AHEAD):
                     future, freed = working.popleft()
                     yield future.result()
                     in_work -= freed
-                working.append((self._pool.submit(self._put_piece, source, piece, base), cost))
+                pool = self._pools[-1]
+                if known is None:
+                    working.append((pool.submit(self._put_piece, source, piece, base), cost))
+                else:
+                    working.append((pool.submit(self._keep_piece, source, piece, base, known), cost))
                 in_work += cost
             while working:
                 yield working.popleft()[0].result()
         finally:
             # After an error the source may be closed: no worker may still be reading it.
             wait([future for future, _ in working if not future.cancel()])
+
+    def _keep_piece(
+        self, source: Source, piece: Piece, before: tuple[ObjectId, int] | None, known: Extent
+    ) -> tuple[Extent, IngestStats]:
+        """Take over the extent that a piece had before, if it may be referred to still."""
+        if known.object_id is None:
+            return known, IngestStats(hole_bytes=known.length)
+        location = self._sink.find(known.object_id)
+        if location is None or location.raw_length != known.length or _is_literal(source, piece):
+            return self._put_piece(source, piece, before)
+        return known, IngestStats(shared_bytes=known.length)
 
     def _put_piece(
         self, source: Source, piece: Piece, before: tuple[ObjectId, int] | None
@@ -157,7 +180,7 @@ class Intake:
         length = piece.length
         if _is_zero(raw):
             return Extent(length), IngestStats(hole_bytes=length)
-        if length <= limits.LITERAL_BYTES or source.size <= limits.LITERAL_FILE_BYTES:
+        if _is_literal(source, piece):
             return Extent(length, literal=bytes(raw)), IngestStats(literal_bytes=length)
 
         def hints() -> Hints:
@@ -205,6 +228,12 @@ class Intake:
         return location, new
 
 
+def worker_count(share: float = 1.0) -> int:
+    """How many threads one ingest uses: a share of the cores that this process may use, as far as memory is enough."""
+    most = max(1, limits.INGEST_BYTES // (_COST * limits.OBJECT_BYTES))
+    return max(1, min(most, int(len(os.sched_getaffinity(0)) * share)))
+
+
 def _line(previous: Previous | None) -> Line | None:
     """The tensors of the file before; None when there is none, or it cannot be read: it is but a hint."""
     try:
@@ -214,16 +243,23 @@ def _line(previous: Previous | None) -> Line | None:
         return None
 
 
-def _pieces(source: Source, rules: CutRules, line: Line | None) -> Iterator[tuple[Piece, tuple[ObjectId, int] | None]]:
+def _pieces(
+    source: Source, rules: CutRules, line: Line | None, kept: Kept | None
+) -> Iterator[tuple[Piece, tuple[ObjectId, int] | None]]:
     """The pieces of a file, each with the object of the line that stands in its place."""
     layout = parse(source)
     regions = iter(layout.regions)
     region: Region | None = None
-    for piece in cut(source, layout, rules):
+    for piece in cut(source, layout, rules, None if kept is None else kept.next_cut):
         while region is None or region.end <= piece.offset:
             region = next(regions)
         known = line is not None and piece.name
         yield piece, line.find(region, piece.offset - region.offset) if line is not None and known else None
+
+
+def _is_literal(source: Source, piece: Piece) -> bool:
+    """Whether the recipe itself holds the bytes of a piece."""
+    return piece.length <= limits.LITERAL_BYTES or source.size <= limits.LITERAL_FILE_BYTES
 
 
 def _is_zero(raw: Buffer) -> bool:

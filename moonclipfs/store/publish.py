@@ -19,6 +19,8 @@ from moonclipfs.store.recipes import decode_recipe
 from moonclipfs.store.sinks import PackSink
 from moonclipfs.types import NO_ID, EntryType, Kind, ObjectId, Version
 
+_KINDS = {EntryType.FILE: Kind.RECIPE, EntryType.DIRECTORY: Kind.DIRECTORY}
+
 
 class _CondemnedError(Exception):
     """Since the last look, gc condemned packs that may hold what is about to be published."""
@@ -92,39 +94,61 @@ class Ingest(Intake):
             try:
                 return self._log.bind(path, root, metadata, check=guard)
             except _CondemnedError:
-                self._condemned.update(self._log.names.condemned())
-                self._index.set_condemned(self._condemned)
-                self._rescue(root)
+                self._follow(self._log.names)
+                self._rescue([(Kind.DIRECTORY, root)])
 
-    def _rescue(self, root: ObjectId) -> None:
-        """Store again whatever `root` needs that lies in condemned packs. They exist still: our lease keeps them."""
+    def complete(self, roots: Iterable[tuple[Kind, ObjectId]]) -> None:
+        """Make everything durable without a name: what `roots` need then lies in no pack that was condemned by now.
+
+        It is kept from gc by the hold of this ingest, so until `close`: by then a journal has to name the roots.
+        May be called again after more was put. Raises LeaseLostError, MissingObjectError as `publish` does.
+        """
+        roots = [(kind, root) for kind, root in roots if root != NO_ID]
+        while True:
+            self._packs_sink.flush()
+            self._packs_sink.require_found()
+            names = self._log.refresh()
+            self._lease.check()
+            if self._condemned.issuperset(names.condemned()):
+                return
+            self._follow(names)
+            self._rescue(roots)
+
+    def _follow(self, names: Names) -> None:
+        """Refer to nothing more that was condemned meanwhile."""
+        self._condemned.update(names.condemned())
+        self._index.set_condemned(self._condemned)
+
+    def _rescue(self, roots: Iterable[tuple[Kind, ObjectId]]) -> None:
+        """Store again whatever `roots` need that lies in condemned packs. They exist still: our lease keeps them."""
         # Packs that were condemned before we came may have gone since: without them, and without memory of them.
         self._index.sync()
         reader = ObjectReader(self._packs_sink, self._packs_sink, 0)
         copied: set[ObjectId] = set()
         try:
-            for object_id in self._needed(root):
+            for object_id in self._needed(roots):
                 if self._index.find(object_id, usable=True) is None:
                     self._copy_chain(reader.chain(object_id), copied)
         except MissingObjectError as error:
             raise BusyError(f"what this refers to was reclaimed meanwhile; try again ({error})") from error
 
-    def _needed(self, root: ObjectId) -> Iterable[ObjectId]:
-        """Every object that `root` leads to, itself included; their bases are not."""
+    def _needed(self, roots: Iterable[tuple[Kind, ObjectId]]) -> Iterable[ObjectId]:
+        """Every object that `roots` lead to, themselves included; their bases are not."""
         reader = self._packs_sink.objects
-        todo, seen = [(root, EntryType.DIRECTORY)], {root}
+        todo = list(dict.fromkeys(roots))
+        seen = {root for _, root in todo}
         while todo:
-            object_id, kind = todo.pop()
+            kind, object_id = todo.pop()
             yield object_id
-            if kind is EntryType.FILE:
-                below = decode_recipe(reader.load(object_id, Kind.RECIPE)).object_ids()
-                yield from (data for data in below if data not in seen)
-                seen.update(below)
+            if kind is Kind.DATA:
                 continue
-            for entry in decode_directory(reader.load(object_id, Kind.DIRECTORY)).values():
-                if entry.child != NO_ID and entry.child not in seen:
-                    seen.add(entry.child)
-                    todo.append((entry.child, entry.type))
+            if kind is Kind.RECIPE:
+                below = [(Kind.DATA, data) for data in decode_recipe(reader.load(object_id, kind)).object_ids()]
+            else:
+                entries = decode_directory(reader.load(object_id, kind)).values()
+                below = [(_KINDS[entry.type], entry.child) for entry in entries if entry.child != NO_ID]
+            todo += [(kind, child) for kind, child in below if child not in seen]
+            seen.update(child for _, child in below)
 
     def _copy_chain(self, chain: Chain, copied: set[ObjectId]) -> None:
         """Copy an object and the bases behind it, as encoded, out of condemned packs, unless they are in `copied`."""
