@@ -37,13 +37,23 @@ _ANSWER_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class MountOptions:
-    """How to mount. `log` is a file; by default a mount in the background has one beside its control socket."""
+    """How to mount. `log` is a file; by default a mount in the background has one beside its control socket.
+
+    Times are in seconds, `seal_after` None for never; `layer` None is the layer that is named after the host.
+    """
 
     foreground: bool = False
     log: str | None = None
     allow_other: bool = False
     show_virtual: bool = False
     cache_bytes: int = limits.BLOCK_CACHE_BYTES
+    read_only: bool = False
+    layer: str | None = None
+    staging: str | None = None
+    staging_limit: int = limits.STAGING_BYTES
+    seal_after: float | None = limits.SEAL_AFTER_SECONDS
+    keep_versions: int = limits.KEEP_VERSIONS
+    keep_deleted: float = limits.KEEP_DELETED_SECONDS
 
 
 def prepare(store: str, mountpoint: str, options: MountOptions) -> str:
