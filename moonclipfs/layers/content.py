@@ -131,7 +131,7 @@ class Content:
         self._take(generation)
         end = offset + length
         self._map.set(offset, end, PART_STAGED + generation.number)
-        self._changed(min(offset, self.size), end)
+        self._changed(offset, end)
         self.size = max(self.size, end)
 
     def truncate(self, size: int) -> None:
@@ -139,7 +139,7 @@ class Content:
         if not size:
             self.clear()
         elif size != self.size:
-            self._changed(size, END) if size < self.size else self._changed(self.size, size)
+            self._changed(min(size, self.size), max(size, self.size))
             self._resize(size)
 
     def clear(self) -> None:
@@ -218,7 +218,7 @@ class Content:
         if whole:
             self._reset()
             self._whole = _JOURNALLED
-        self._changes.set(min(size, self.size), END if size < self.size else size, _JOURNALLED)
+        self._changes.set(min(size, self.size), max(size, self.size), _JOURNALLED)
         self._resize(size)
         self.recipe = recipe
         for offset, length, kind, generation in parts:
@@ -252,7 +252,6 @@ class Content:
 
     def _reset(self) -> None:
         self._map = RangeMap(PART_HOLE)
-        self._prune()
         self._writable = None
         self.recipe = NO_ID
         self.size = 0

@@ -1,0 +1,194 @@
+"""The content of a file, against a plain bytearray: whatever is written, cut, frozen, stored and replayed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from moonclipfs import limits
+from moonclipfs.layers import ranges
+from moonclipfs.layers.content import Content, Part
+from moonclipfs.layers.records import PART_RECIPE, PART_STAGED
+from moonclipfs.layers.staging import Generation, Staging
+from moonclipfs.store.backend import FileOps
+from moonclipfs.types import ObjectId
+
+SIZE = 80
+TB = 1 << 40
+
+
+class Job(NamedTuple):
+    number: int
+    parts: tuple[Part, ...]
+    recipe: ObjectId
+    data: bytes
+    age: int
+    """Changes made before."""
+    unique: bool
+    """Whether no other job has its number."""
+
+
+class Told(NamedTuple):
+    """A record of contents, as the journal holds it."""
+
+    whole: bool
+    recipe: ObjectId
+    size: int
+    parts: list[tuple[int, int, int, int]]
+    synced: bool
+
+
+class Encoded(NamedTuple):
+    number: int
+    recipe: ObjectId
+    size: int
+
+
+class ContentMachine(RuleBasedStateMachine):
+    """One file through its life. Small limits, so that generations are in memory and in files, runs in many arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(limits, "INLINE_BYTES", SIZE // 2)
+        self.patch.setattr(ranges, "_CHUNK", 4)
+        self.directory = Path(tempfile.mkdtemp())
+        self.staging = Staging(self.directory / "staging", TB, FileOps())
+        self.generations: dict[int, Generation] = {}
+        self.recipes: dict[ObjectId, bytes] = {bytes([9]) * 32: bytes(range(100, 140))}
+        self.base = next(iter(self.recipes))
+        self.content = Content(40, self.base)
+        self.model = bytearray(self.recipes[self.base])
+        self.number = 0
+        self.age = 0
+        self.jobs: list[Job] = []
+        self.records: list[Told | Encoded] = []
+
+    def teardown(self) -> None:
+        self.patch.undo()
+        shutil.rmtree(self.directory)
+
+    def next(self) -> int:
+        self.number += 1
+        return self.number
+
+    @rule(offset=st.integers(0, SIZE - 1), length=st.integers(0, 30), value=st.integers(1, 99))
+    def write(self, offset: int, length: int, value: int) -> None:
+        data = bytes([value]) * length
+        generation = self.content.generation
+        if generation is None:
+            number = self.next()
+            generation = self.generations[number] = self.staging.create(number)
+        generation.write(offset, data)
+        self.content.wrote(generation, offset, length)
+        if length:
+            self.age += 1
+            self.model.extend(bytes(max(0, offset - len(self.model))))
+            self.model[offset : offset + length] = data
+
+    @rule(size=st.integers(0, SIZE))
+    def truncate(self, size: int) -> None:
+        self.content.truncate(size)
+        self.age += 1
+        del self.model[size:]
+        self.model.extend(bytes(size - len(self.model)))
+
+    @rule()
+    def clear(self) -> None:
+        self.content.clear()
+        self.age += 1
+        self.model.clear()
+
+    @rule(fresh=st.booleans())
+    def freeze(self, fresh: bool) -> None:
+        parts = self.content.freeze(self.next() if fresh else 0)
+        self.jobs.append(Job(self.content.newest, parts, self.content.recipe, bytes(self.model), self.age, fresh))
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def stored(self, data: st.DataObject) -> None:
+        """An answer comes, perhaps after that to a later job, perhaps never to the earlier ones."""
+        job = self.jobs.pop(data.draw(st.integers(0, len(self.jobs) - 1)))
+        assert self.read(list(job.parts), job.recipe, len(job.data)) == job.data
+        recipe = len(self.recipes).to_bytes(32, "little")
+        self.recipes[recipe] = job.data
+        self.records.append(Encoded(job.number, recipe, len(job.data)))
+        self.delete(self.content.stored(job.number, recipe, len(job.data)))
+        if job.unique and job.age == self.age and job.number == self.content.newest:
+            assert self.content.is_exact and not self.staging.used
+
+    @rule(synced=st.booleans())
+    def journal(self, synced: bool) -> None:
+        whole, parts = self.content.changes(synced=synced)
+        numbered = [(o, n, kind, generation.number if generation else 0) for o, n, kind, generation in parts]
+        self.records.append(Told(whole, self.content.recipe, self.content.size, numbered, synced))
+        assert self.content.is_journalled
+        if synced:
+            assert self.content.is_synced
+            self.delete(self.content.unused())
+
+    def delete(self, generations: list[Generation]) -> None:
+        assert not set(generations) & set(self.content.generations())
+        for generation in generations:
+            self.staging.delete(generation)
+
+    def read(self, parts: list[Part], recipe: ObjectId, size: int) -> bytes:
+        out = bytearray(b"?" * size)
+        at = 0
+        for offset, length, kind, generation in parts:
+            assert offset == at and length > 0 and (generation is not None) == (kind == PART_STAGED)
+            view = memoryview(out)[offset : offset + length]
+            if generation is not None:
+                self.generations[generation.number].read_into(offset, view)
+            elif kind == PART_RECIPE:
+                view[:] = self.recipes[recipe][offset : offset + length]
+            else:
+                view[:] = bytes(length)
+            at += length
+        assert at == size
+        return bytes(out)
+
+    def replayed(self, *, synced_only: bool) -> bytes:
+        content = Content(40, self.base)
+        staging = Staging(self.directory / "staging", TB, FileOps())
+        for record in self.records:
+            if isinstance(record, Encoded):
+                content.stored(*record)
+            elif record.synced or not synced_only:
+                parts = [Part(o, n, kind, staging.open(g) if g else None) for o, n, kind, g in record.parts]
+                content.apply(record.whole, record.recipe, record.size, parts, synced=record.synced)
+        return self.read(content.parts(0, SIZE * 2), content.recipe, content.size)
+
+    @invariant()
+    def reads_what_was_written(self) -> None:
+        assert self.content.size == len(self.model)
+        assert self.read(self.content.parts(0, TB), self.content.recipe, self.content.size) == self.model
+
+    @invariant()
+    def what_is_exact_is_its_recipe(self) -> None:
+        if self.content.is_exact:
+            assert not self.content.is_staged
+            assert self.recipes.get(self.content.recipe, b"") == self.model
+        assert self.content.is_staged == any(part.kind == PART_STAGED for part in self.content.parts(0, TB))
+
+    @invariant()
+    def what_was_journalled_comes_back(self) -> None:
+        if self.content.is_journalled:
+            assert self.replayed(synced_only=False) == self.model
+        if self.content.is_synced:
+            assert self.replayed(synced_only=True) == self.model
+
+    @invariant()
+    def staging_counts_what_it_holds(self) -> None:
+        assert self.staging.used == sum(generation.bytes for generation in self.staging._generations.values())
+
+
+TestContent = ContentMachine.TestCase
+TestContent.settings = settings(stateful_step_count=25, max_examples=10 * settings.default.max_examples)
