@@ -160,7 +160,7 @@ class Journal:
 
     def _records(self, segment: _Segment) -> Iterator[Record]:
         with os_errors(f"read {segment.path}"), open(segment.path, "rb") as file:
-            for frame in record_payloads(file, segment.extent.header, segment.extent.end):
+            for frame in record_payloads(file, segment.extent):
                 if frame.end > segment.end:
                     self.recovered.records += 1
                     continue

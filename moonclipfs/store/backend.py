@@ -284,6 +284,13 @@ class LocalUpload:
             self._backend.sync_directory(os.path.dirname(target))
         self.abort()
 
+    def publish_over(self, target: str) -> None:
+        """The same in place of what has the name."""
+        with os_errors(f"replace {target}"):
+            self._backend.ops.fsync(self._fd)
+            self._backend.ops.rename(self._path, target)
+            self._backend.sync_directory(os.path.dirname(target))
+
     def _name(self, target: str) -> None:
         try:
             self._backend.ops.link(self._path, target)
@@ -372,6 +379,18 @@ class LocalBackend:
         try:
             upload.write(data)
             upload.publish(key)
+        finally:
+            upload.abort()
+
+    def replace(self, key: str, data: Buffer) -> None:
+        """Store a whole value in place of the one that a key has, durably and atomically. For keys that nobody
+        creates. Raises NoSpaceError, PermissionDeniedError, BackendError.
+        """
+        target = self.path(key)
+        upload = self.upload()
+        try:
+            upload.write(data)
+            upload.publish_over(target)
         finally:
             upload.abort()
 

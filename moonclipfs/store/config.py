@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ FORMAT = "moonclipfs-store"
 VERSION = 1
 KEY = "config.json"
 DIRECTORIES = ("log", "packs", "tmp", "leases")
+LAYERS = "layers"
+"""Feature of a store that has layers: their journals need objects too, so only who knows them may delete."""
+_WRITER_FEATURES = frozenset({LAYERS})
 _OFTEN_EMPTY = ("tmp", "leases")
 """What a copy made by a tool that leaves out empty directories lacks."""
 _OURS = frozenset({*DIRECTORIES, "README.txt", "reserve"})
@@ -58,7 +61,8 @@ class Config:
 
     def check_writable(self) -> None:
         """Raise FormatVersionError, by name, for a feature that writers must know and this version does not."""
-        _refuse(self.read_only_compatible, "writing to it")
+        unknown = tuple(name for name in self.read_only_compatible if name not in _WRITER_FEATURES)
+        _refuse(unknown, "writing to it")
 
 
 def _refuse(flags: tuple[str, ...], doing: str) -> None:
@@ -148,6 +152,22 @@ def create_store(path: str | os.PathLike[str], *, shared: bool = False, ops: Fil
     backend.create(KEY, encode_config(config))
     with os_errors(f"sync the directory of {path}"):
         backend.sync_directory(os.path.dirname(os.path.abspath(path)))
+    return config
+
+
+def enable(backend: LocalBackend, config: Config, feature: str) -> Config:
+    """Give a store a feature that its writers must know, durably, unless it has it; returns its config.
+
+    Raises FormatVersionError when others gave it one meanwhile that this version does not know, NoSpaceError,
+    PermissionDeniedError, BackendError.
+    """
+    if feature in config.read_only_compatible:
+        return config
+    config = load_config(backend)
+    config.check_writable()
+    if feature not in config.read_only_compatible:
+        config = replace(config, read_only_compatible=(*config.read_only_compatible, feature))
+        backend.replace(KEY, encode_config(config))
     return config
 
 

@@ -3,14 +3,19 @@
 The order, which every step keeps when the process dies after it:
 
 1. hold the log's state with our lease, so that nothing vanishes that we see from here on;
-2. mark what all kept versions need, bases included;
+2. mark what all kept versions and the journals of all layers need, bases included;
 3. copy what is needed out of packs that are mostly dead, each object decoded and hashed again, and publish the copies;
 4. append a `condemn` record: it names packs of which, after this record and all before it, nothing is needed that has
    no copy in another pack; versions bound since the mark are marked before it is written;
 5. let go of the hold; delete a condemned pack when every live lease has seen its record and holds nothing older.
 
-A process that publishes after a condemn record has seen it, and has stored again what it needs of those packs. What a
-killed run leaves (copies without a condemn record, condemned packs) the next run takes up.
+A process that publishes after a condemn record has seen it, and has stored again what it needs of those packs. One that
+puts objects for a layer binds no name: it appends a record to its journal, and only then lets go of its hold, and says
+of later log records that it has seen them. So before anything is deleted the leases are looked at first, and what names
+and journals need after that: what a lease does not claim any more is in a journal by then. What a journal needs of a
+pack that is condemned already keeps it, until it is copied like everything that is needed.
+
+What a killed run leaves (copies without a condemn record, condemned packs) the next run takes up.
 """
 
 from __future__ import annotations
@@ -297,12 +302,14 @@ class _Run:
 
     def _delete_free(self, patience: float = 0.0) -> tuple[dict[str, int], dict[str, LeaseState]]:
         """Delete what can go now; returns the sizes of packs that cannot, and the leases in the way."""
+        # In this order: what none of these leases claims any more is named by now. First of all, our own has to know.
+        self._store.names()
+        leases = live_leases(self._store.path, patience)
         # A crash must not undo a `forget` of another process because of which something is deleted here.
         self._store.log.settle(self._survey.mark())
         table = self._survey.footers.table()
         condemned = {pack: record for pack, record in self._survey.condemned.items() if pack in table.numbers}
         free = self._survey.removable(table, (), list(condemned))
-        leases = live_leases(self._store.path, patience)
         waiting: dict[str, int] = {}
         blockers: dict[str, LeaseState] = {}
         for pack, record in condemned.items():

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from moonclipfs.errors import BusyError, CorruptError, FormatVersionError, UsageError
 from moonclipfs.store import ofd
 from moonclipfs.store.backend import LocalBackend, mode_of_files, os_errors
+from moonclipfs.store.config import LAYERS, enable
 from moonclipfs.store.segments import (
     Extent,
     measure_segment,
@@ -26,6 +27,7 @@ from moonclipfs.store.segments import (
     segment_name,
     segment_numbers,
 )
+from moonclipfs.store.store import Store
 from moonclipfs.types import Kind, ObjectId
 
 DIRECTORY = "layers"
@@ -51,12 +53,15 @@ def check_layer_name(name: str) -> None:
         raise UsageError(f"{name!r} cannot name a layer: use letters, digits, dots, dashes and underscores")
 
 
-def make_layer(backend: LocalBackend, name: str) -> tuple[Path, bytes]:
-    """The directory and the id of a layer, which is made unless it is there. The store must have the feature.
+def make_layer(store: Store, name: str) -> tuple[Path, bytes]:
+    """The directory and the id of a layer, which is made unless it is there.
 
-    Raises UsageError for a bad name, CorruptError for a damaged id, NoSpaceError, PermissionDeniedError, BackendError.
+    The first one gives the store a feature that keeps versions without layers from deleting what these need. Raises
+    UsageError for a bad name, CorruptError for a damaged id, NoSpaceError, PermissionDeniedError, BackendError.
     """
     check_layer_name(name)
+    backend = store.backend
+    store.config = enable(backend, store.config, LAYERS)
     mode = 0o2770 if mode_of_files(backend.root) & 0o070 else 0o700
     for key in (DIRECTORY, f"{DIRECTORY}/{name}", f"{DIRECTORY}/{name}/journal"):
         _make_directory(backend, key, mode)
@@ -105,48 +110,64 @@ def layer_roots(root: Path) -> Iterator[tuple[Kind, ObjectId]]:
     Raises CorruptError or FormatVersionError when a journal cannot be read whole: what it needs is not known, so
     nothing may be deleted.
     """
-    for name in layer_names(root):
-        try:
-            yield from journal_roots(Path(root) / DIRECTORY / name / "journal")
-        except (CorruptError, FormatVersionError) as error:
-            raise type(error)(f"layer {name}: {error}") from error
+    for _, kind, object_id in LayerRoots(root).more():
+        yield kind, object_id
 
 
-def journal_roots(directory: Path) -> Iterator[tuple[Kind, ObjectId]]:
-    """The same of one journal, which may be written to and written anew meanwhile."""
-    read: set[int] = set()
-    # A record that is not in the segments of one listing is in one of the next: segments only give way to newer ones.
-    # Once more, since a listing may miss both a new one and the one that it replaces.
-    more = True
-    while more or any(number not in read for number in segment_numbers(directory)):
-        more = False
-        for number in segment_numbers(directory):
-            if number not in read:
-                more = True
-                read.add(number)
-                yield from _segment_roots(directory / segment_name(number))
+class LayerRoots:
+    """The objects that journals name, read on from where the last look ended."""
 
+    def __init__(self, root: Path) -> None:
+        self._root = Path(root)
+        self._read: dict[tuple[str, int], Extent] = {}
+        """By layer and number of the segment, as far as it was read."""
 
-def _segment_roots(path: Path) -> Iterator[tuple[Kind, ObjectId]]:
-    with os_errors(f"read {path}"), ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(path, "rb"))
-        except FileNotFoundError:
-            return  # a newer one has taken its place
-        extent = _measure(file, path)
-        for frame in record_payloads(file, extent.header, extent.end):
+    def more(self) -> Iterator[tuple[str, Kind, ObjectId]]:
+        """Yield (layer, kind, object) of all records that came since the last call. Raises as `layer_roots` does."""
+        for name in layer_names(self._root):
             try:
-                yield from record_refs(frame.payload)
-            except CorruptError as error:
-                raise CorruptError(f"{path}: {error}, at offset {frame.offset}") from error
+                for kind, object_id in self._of_layer(name):
+                    yield name, kind, object_id
+            except (CorruptError, FormatVersionError) as error:
+                raise type(error)(f"layer {name}: {error}") from error
+
+    def _of_layer(self, name: str) -> Iterator[tuple[Kind, ObjectId]]:
+        directory = self._root / DIRECTORY / name / "journal"
+        seen: set[int] = set()
+        # What is not in the segments of one listing is in those of the next: a segment gives way to a newer one only.
+        # Look once more at the end, since one listing may miss both a new segment and the one that it replaces.
+        last_look = False
+        while True:
+            numbers = [number for number in segment_numbers(directory) if number not in seen]
+            if not numbers and last_look:
+                return
+            last_look = not numbers
+            for number in numbers:
+                seen.add(number)
+                yield from self._of_segment(name, number, directory / segment_name(number))
+
+    def _of_segment(self, name: str, number: int, path: Path) -> Iterator[tuple[Kind, ObjectId]]:
+        with os_errors(f"read {path}"), ExitStack() as stack:
+            try:
+                file = stack.enter_context(open(path, "rb"))
+            except FileNotFoundError:
+                return  # a newer one has taken its place
+            before = self._read.get((name, number))
+            extent = _measure(file, path, before)
+            for frame in record_payloads(file, extent, before.end if before else 0):
+                try:
+                    yield from record_refs(frame.payload)
+                except CorruptError as error:
+                    raise CorruptError(f"{path}: {error}, at offset {frame.offset}") from error
+            self._read[name, number] = extent
 
 
-def _measure(file: BinaryIO, path: Path) -> Extent:
+def _measure(file: BinaryIO, path: Path, before: Extent | None) -> Extent:
     """A frame that is being written while it is read looks damaged, when the next one is whole: then look again."""
     for _ in range(_ATTEMPTS - 1):
         with suppress(CorruptError):
-            return measure_segment(file, path)
-    return measure_segment(file, path)
+            return measure_segment(file, path, before)
+    return measure_segment(file, path, before)
 
 
 # Who holds a layer

@@ -19,7 +19,7 @@ from moonclipfs.store.backend import Backend
 from moonclipfs.store.packfile import ENTRY, RECORD_BYTES
 from moonclipfs.store.packs import Location, PackReader, pack_of_key
 from moonclipfs.store.store import Store
-from moonclipfs.types import ID_BYTES, NO_ID, EntryType, ObjectId, Version
+from moonclipfs.types import ID_BYTES, NO_ID, EntryType, Kind, ObjectId, Version
 
 _ID = f"S{ID_BYTES}"
 _NO_BASE = -1
@@ -45,6 +45,8 @@ class Needed:
     directories: set[ObjectId] = field(default_factory=set)
     recipes: set[ObjectId] = field(default_factory=set)
     data: set[ObjectId] = field(default_factory=set)
+    beside: Needed | None = None
+    """What this does not take in again."""
 
     def ids(self) -> Iterable[ObjectId]:
         """All of them."""
@@ -63,6 +65,15 @@ class Needed:
         except CorruptError as error:
             raise type(error)(f"{version.path}@{version.number}: {error}") from error
 
+    def add(self, store: Store, kind: Kind, object_id: ObjectId) -> None:
+        """Add an object and everything that it leads to. Raises CorruptError as `add_version` does."""
+        if kind is Kind.DIRECTORY:
+            self._add_tree(store, object_id)
+        elif kind is Kind.RECIPE:
+            self._add_recipe(store, object_id)
+        elif self.beside is None or object_id not in self.beside.data:
+            self.data.add(object_id)
+
     def _add_tree(self, store: Store, root: ObjectId) -> None:
         # A directory counts as done only when all below it is, so that a failure leaves nothing half known.
         todo = [(root, False)]
@@ -70,14 +81,23 @@ class Needed:
             directory, done = todo.pop()
             if done:
                 self.directories.add(directory)
-            elif directory not in self.directories:
+            elif directory not in self.directories and (
+                self.beside is None or directory not in self.beside.directories
+            ):
                 todo.append((directory, True))
                 for entry in store.directory(directory).values():
                     if entry.type is EntryType.DIRECTORY:
                         todo.append((entry.child, False))
-                    elif entry.type is EntryType.FILE and entry.child != NO_ID and entry.child not in self.recipes:
-                        self.data.update(store.recipe(entry).object_ids())
-                        self.recipes.add(entry.child)
+                    elif entry.type is EntryType.FILE and entry.child != NO_ID:
+                        self._add_recipe(store, entry.child)
+
+    def _add_recipe(self, store: Store, recipe: ObjectId) -> None:
+        beside = self.beside
+        if recipe in self.recipes or (beside is not None and recipe in beside.recipes):
+            return
+        found = store.recipe_object(recipe).object_ids()
+        self.data.update(found if beside is None else (one for one in found if one not in beside.data))
+        self.recipes.add(recipe)
 
 
 class Footers:

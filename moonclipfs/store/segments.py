@@ -109,23 +109,18 @@ class Extent:
     broken: bool
 
 
-def measure_segment(file: BinaryIO, path: Path) -> Extent:
-    """Read a whole segment. Raises CorruptError, naming file and offset, for damage, FormatVersionError."""
-    frame = read_frame(file, 0)
-    if frame is None:
-        raise CorruptError(f"{path}: its header is damaged, at offset 0")
-    try:
-        header = decode_header(frame.payload)
-    except (CorruptError, FormatVersionError) as error:
-        raise type(error)(f"{path}: {error}") from error
-    first = committed = durable = 0
-    end = frame.end
+def measure_segment(file: BinaryIO, path: Path, before: Extent | None = None) -> Extent:
+    """Read a whole segment, or what came behind what was found `before`.
+
+    Raises CorruptError, naming file and offset, for damage, FormatVersionError.
+    """
+    found = before or _begin(file, path)
+    header, first, committed, durable, end = found.header, found.first, found.committed, found.durable, found.end
     for frame in read_frames(file, end, header.salt):
         end = frame.end
         if frame.payload.startswith(MARK):
-            durable = max(durable, decode_mark(frame.payload))
             first = first or end
-            durable = max(durable, first)
+            durable = max(durable, first, decode_mark(frame.payload))
             committed = end
     torn = not is_blank(file, end)
     broken = False
@@ -138,11 +133,25 @@ def measure_segment(file: BinaryIO, path: Path) -> Extent:
     return Extent(header, first, committed, durable, end, torn, broken)
 
 
-def record_payloads(file: BinaryIO, header: Header, end: int) -> Iterator[Frame]:
-    """Yield the frames of records that end at `end` or before; their payloads without the first byte are records."""
+def _begin(file: BinaryIO, path: Path) -> Extent:
     frame = read_frame(file, 0)
-    for found in read_frames(file, frame.end if frame else 0, header.salt):
-        if found.end > end:
+    if frame is None:
+        raise CorruptError(f"{path}: its header is damaged, at offset 0")
+    try:
+        header = decode_header(frame.payload)
+    except (CorruptError, FormatVersionError) as error:
+        raise type(error)(f"{path}: {error}") from error
+    return Extent(header, 0, 0, 0, frame.end, False, False)
+
+
+def record_payloads(file: BinaryIO, extent: Extent, start: int = 0) -> Iterator[Frame]:
+    """Yield the frames of records from `start`, where a frame begins, to the end of a segment as it was measured.
+
+    Their payloads without the first byte are records.
+    """
+    frame = None if start else read_frame(file, 0)
+    for found in read_frames(file, frame.end if frame else start, extent.header.salt):
+        if found.end > extent.end:
             return
         if found.payload.startswith(RECORD):
             yield found

@@ -138,11 +138,15 @@ class Store:
         Packs that were deleted are let go of: without that, their space would not be freed.
         """
         names = self.log.refresh()
+        self.saw(names)
+        return names
+
+    def saw(self, names: Names) -> None:
+        """Tell the lease that this process has seen `names`, and relies on nothing before them but for its holds."""
         self.index.set_condemned(names.condemned())
         self.packs.forget_deleted()
         if self.lease is not None:
             self.lease.seen(names.sequence)
-        return names
 
     def resolve(self, spec: str) -> Version:
         """Return the version that NAME or NAME@NUMBER means. Raises NotFoundError, which suggests close names."""
@@ -205,14 +209,19 @@ class Store:
         """The extents of a file entry. Raises CorruptError, also when they are not as long as the entry says."""
         if entry.type is not EntryType.FILE:
             raise UsageError(f"{os.fsdecode(entry.name)} is no file")
-        recipe = _EMPTY if entry.child == NO_ID else self._recipes.get(entry.child)
-        if recipe is None:
-            data = self.objects.load(entry.child, Kind.RECIPE)
-            recipe = decode_recipe(data)
-            # An extent takes about 256 bytes, beside the literal bytes that it may have.
-            self._recipes.put(entry.child, recipe, len(recipe.extents) + len(data) // 256 + 1)
+        recipe = _EMPTY if entry.child == NO_ID else self.recipe_object(entry.child)
         if recipe.size != entry.size:
             raise CorruptError(f"{os.fsdecode(entry.name)}: {entry.size} bytes, but a recipe of {recipe.size}")
+        return recipe
+
+    def recipe_object(self, object_id: ObjectId) -> Recipe:
+        """The extents that a recipe object holds. Raises CorruptError."""
+        recipe = self._recipes.get(object_id)
+        if recipe is None:
+            data = self.objects.load(object_id, Kind.RECIPE)
+            recipe = decode_recipe(data)
+            # An extent takes about 256 bytes, beside the literal bytes that it may have.
+            self._recipes.put(object_id, recipe, len(recipe.extents) + len(data) // 256 + 1)
         return recipe
 
     def open_file(self, entry: Entry) -> FileReader:

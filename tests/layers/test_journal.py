@@ -12,7 +12,7 @@ from moonclipfs import limits
 from moonclipfs.layers.journal import Journal
 from moonclipfs.layers.records import Contents, Make, Record, Remove
 from moonclipfs.store.backend import FileOps
-from moonclipfs.store.layerdirs import journal_roots
+from moonclipfs.store.layerdirs import layer_roots
 from moonclipfs.store.segments import segment_name, segment_numbers
 from moonclipfs.types import NO_ID, Kind
 
@@ -38,9 +38,10 @@ def contents(number: int, data: bytes = b"", *, synced: bool = False) -> Content
 class Case:
     """A journal's directory, opened under one start of the kernel or another."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        directory.mkdir()
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.directory = root / "layers" / "host" / "journal"
+        self.directory.mkdir(parents=True)
         self.open_ones: list[Journal] = []
 
     def open(
@@ -62,7 +63,7 @@ class Case:
 
 @pytest.fixture
 def case(tmp_path: Path) -> Iterator[Case]:
-    made = Case(tmp_path / "journal")
+    made = Case(tmp_path)
     yield made
     for journal in made.open_ones:
         journal.close()
@@ -82,7 +83,7 @@ def test_what_was_appended_is_replayed(case: Case) -> None:
     again.close()
     assert case.read() == [*records, make(6)]
     assert os.path.getsize(case.segment()) > journal_end + MAX_RESERVE // 2
-    assert list(journal_roots(case.directory)) == [(Kind.RECIPE, b"r" * 32)] * 3
+    assert list(layer_roots(case.root)) == [(Kind.RECIPE, b"r" * 32)] * 3
 
 
 def test_after_a_power_failure_only_what_was_committed_counts(case: Case) -> None:
@@ -114,7 +115,7 @@ def test_rewrite_replaces_all_segments(case: Case) -> None:
     journal.rewrite([(make(60), [(Kind.DIRECTORY, b"d" * 32)])])
     assert len(segment_numbers(case.directory)) == 1
     journal.append(make(61))
-    assert list(journal_roots(case.directory)) == [(Kind.DIRECTORY, b"d" * 32)]
+    assert list(layer_roots(case.root)) == [(Kind.DIRECTORY, b"d" * 32)]
     journal.close()
     assert case.read(OTHER) == [make(60), make(61)]
     assert case.read(BOOT) == [make(60)]
