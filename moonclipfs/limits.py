@@ -32,6 +32,8 @@ PATH_DEPTH = 128
 SYMLINKS = 40
 """Symbolic links followed for one path, as the kernel does."""
 XATTR_BYTES = 64 * KIB
+XATTRS = 1000
+"""Extended attributes of one file of a writable layer."""
 FILE_BYTES = 1 << 56
 
 # Codec
@@ -120,6 +122,13 @@ CONTENT_TIMEOUT_SECONDS = 3600.0
 """The same for what lies inside a snapshot; where that changes after all, the kernel is told."""
 LISTING_BATCH = 128
 """Names of a directory looked up together."""
+MOUNT_TASKS = 1024
+"""Requests in work at one time; more wait in the kernel."""
+WRITE_INLINE_BYTES = 128 * KIB
+"""A write shorter than this is staged at once, a longer one on a thread."""
+WRITE_THREADS = 16
+SYNC_THREADS = 32
+"""Callers of fsync served at one time: they share a sync of the journal."""
 CONTROL_LINE_BYTES = 64 * KIB
 CONTROL_ANSWER_BYTES = 64 * MIB
 CONTROL_CLIENTS = 16
@@ -149,13 +158,43 @@ ENCODE_DELAY_SECONDS = 2.0
 """A file whose last writer is gone is encoded after this, unless it was deleted, replaced or opened again."""
 SYNC_SECONDS = 5.0
 """What was closed is made durable after this, fsync or not."""
+OPEN_SYNC_SECONDS = 30.0
+"""The same for what is open all the time, as a log is."""
 SEAL_AFTER_SECONDS = 60.0
+WATCH_QUIET_SECONDS = 10.0
+"""The same for a plain directory that is watched."""
+WATCH_LOOK_SECONDS = 2.0
+"""How often a directory that is watched is looked at."""
+RETRY_SECONDS = 30.0
+"""How long what could not be sealed or absorbed is left alone while nothing changes."""
+SIBLINGS = 8
+"""Snapshots of a line that a new one is compared with."""
 KEEP_VERSIONS = 3
 """Automatic versions of a name that are kept."""
 KEEP_DELETED_SECONDS = 7 * 24 * 3600.0
 """How long what was removed stays in `@versions`, while the disk has room."""
 ENCODE_CORE_SHARE = 0.25
 """Of the cores, for encoding in the background."""
+
+ENCODE_BATCH_BYTES = 256 * MIB
+"""Bytes of files that are encoded into packs which become durable together."""
+ENCODE_BATCH_SECONDS = 30.0
+"""Age at which such a batch is made durable, however little it holds."""
+ENCODE_IDLE_SECONDS = 5.0
+"""The same when nothing was added to it for so long."""
+ENCODE_CHUNK_FILES = 256
+"""Files that are handed to the encoder process at a time."""
+ENCODE_CHUNK_BYTES = 64 * MIB
+"""Bytes of them, but for a single longer one."""
+ENCODE_RETRY_SECONDS = 5.0
+"""What could not be encoded is tried again after this, then after twice as long each time."""
+ENCODE_RETRY_MOST_SECONDS = 300.0
+ENCODE_CACHE_BYTES = 64 * MIB
+"""Decoded blocks that the encoder process keeps."""
+STAGING_PRESSURE_SHARE = 0.75
+"""Of the staging limit: past it, encoding takes all cores, and files that are still open too."""
+WIRE_BYTES = 1 * GIB
+"""No message between a mount and its encoder process is longer."""
 
 # Leases
 LEASE_REFRESH_SECONDS = 0.5

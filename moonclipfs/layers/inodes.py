@@ -44,6 +44,7 @@ class Inode:
         "changed",
         "child",
         "content",
+        "counted",
         "ctime_ns",
         "entries",
         "gid",
@@ -60,6 +61,7 @@ class Inode:
         "removed",
         "sealed",
         "size",
+        "subdirectories",
         "target",
         "type",
         "uid",
@@ -105,6 +107,11 @@ class Inode:
         self.removed: set[bytes] = set()
         """Whiteouts: names of `lower` that do not show through."""
         self.lower: Lower | None = None
+        """What shows through; of a file with a `group`, where that group is."""
+        self.subdirectories = 0
+        """How many directories there are in this one, if that was `counted`."""
+        self.counted = 0
+        """The state of the names of the log (`state.State.names_version`) for which they were counted, 0 for none."""
         self.names_changed: dict[bytes, int] = {}
         """Names that came, went or changed their inode since the last seal, and the change counter of that."""
         self.version: Version | None = None

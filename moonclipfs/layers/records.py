@@ -74,16 +74,21 @@ class Remove(NamedTuple):
     """The name `name` leaves `parent`; what the base has there does not show through any more.
 
     `unbind` is the log record that bound the snapshot whose name goes with it, or 0: the log is told later.
+    `whiteout` says that the base has something there.
     """
 
     parent: int
     name: bytes
     unbind: int
     time_ns: int
+    whiteout: bool = False
 
 
 class Rename(NamedTuple):
-    """A name moves to another place; what was there leaves, or with `exchange` takes the first place."""
+    """A name moves to another place; what was there leaves, or with `exchange` takes the first place.
+
+    `whiteout` says that the base has something at the first place. `unbind` is as in `Remove`, for what leaves.
+    """
 
     parent: int
     name: bytes
@@ -91,6 +96,8 @@ class Rename(NamedTuple):
     new_name: bytes
     exchange: bool
     time_ns: int
+    whiteout: bool = False
+    unbind: int = 0
 
 
 class SetAttributes(NamedTuple):
@@ -120,7 +127,7 @@ class Contents(NamedTuple):
     `parts` are (offset, length, kind, generation): kind is one of the PART_ constants, `generation` the staging
     generation for PART_STAGED. `data` holds the bytes of generations that are staged in the journal, as (generation,
     offset, bytes). `recipe` is the one that PART_RECIPE means. `synced` says that all staged bytes are on the disk:
-    after a power failure, other records of contents do not count.
+    after a power failure, other records of contents do not count. `change` is the change number of these contents.
     """
 
     number: int
@@ -132,6 +139,7 @@ class Contents(NamedTuple):
     parts: tuple[tuple[int, int, int, int], ...]
     data: tuple[tuple[int, int, bytes], ...]
     synced: bool
+    change: int = 0
 
 
 class Stored(NamedTuple):
@@ -182,10 +190,14 @@ class Unbound(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """The log is about to be told to move names from `old` to `new`; a `Rename` follows, or `Moving` with no names."""
+    """The log is about to be told to move names from `old` to `new`; a `Rename` follows, or `Moving` with no names.
+
+    `exchange` says that what is at `new` takes the place of `old`; no names are bound there.
+    """
 
     old: bytes
     new: bytes
+    exchange: bool = False
 
 
 class Whole(NamedTuple):
@@ -201,6 +213,13 @@ class Counters(NamedTuple):
     generation: int
     capture: int
     change: int
+
+
+class Unbinding(NamedTuple):
+    """In a journal that is written anew: the log must still be told that the snapshot bound by `sequence` is gone."""
+
+    path: bytes
+    sequence: int
 
 
 Record: TypeAlias = (
@@ -220,6 +239,7 @@ Record: TypeAlias = (
     | Moving
     | Whole
     | Counters
+    | Unbinding
 )
 
 _TYPES: tuple[Callable[..., Any], ...] = (
@@ -239,6 +259,7 @@ _TYPES: tuple[Callable[..., Any], ...] = (
     Moving,
     Whole,
     Counters,
+    Unbinding,
 )
 _CODES = {type_: code for code, type_ in enumerate(_TYPES, 1)}
 
