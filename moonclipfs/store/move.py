@@ -72,11 +72,29 @@ def verify_and_delete(store: Store, version: Version, root: Found) -> None:
     Raises CorruptError when a byte differs: all originals are left then. Raises BusyError for one that changed since
     it was stored: it is left, and those after it.
     """
+    delete(root, verify(store, version, root))
+
+
+def verify(store: Store, version: Version, root: Found) -> int:
+    """Compare what the store gives back with the originals below `root`, byte by byte.
+
+    Returns when the last of them changed, in ns: `delete` wants to know. Raises CorruptError, BusyError.
+    """
     settled_ns = _last_change(root)
     for path, found in _files(root):
         _compare(store, version, path, found)
+    return settled_ns
+
+
+def delete(root: Found, settled_ns: int) -> None:
+    """Delete originals that were verified. Raises BusyError for one that changed since: it stays, and all after it."""
     for one in [root] if root.path else root.children:
         _delete(one, settled_ns)
+
+
+def is_aside(name: bytes) -> bool:
+    """Whether a name is one that an original, or what is left of it, has during a move."""
+    return name.startswith(b".") and name.endswith((_CHECKED, _DOOMED))
 
 
 def finish(paths: Sequence[Path]) -> None:
@@ -91,7 +109,7 @@ def finish(paths: Sequence[Path]) -> None:
         with os_errors(f"tidy {os.fsdecode(parent)}"):
             names = sorted(os.listdir(parent))
         for name in names:
-            if name.startswith(b".") and name.endswith((_CHECKED, _DOOMED)):
+            if is_aside(name):
                 _finish_one(parent, name, given)
 
 
