@@ -44,6 +44,7 @@ class Content:
         "_exact",
         "_frozen",
         "_generations",
+        "_held",
         "_intact",
         "_map",
         "_stored",
@@ -61,6 +62,7 @@ class Content:
         """The largest number of a generation or freeze so far: the one by which a job tells what it encodes."""
         self._map = RangeMap(PART_HOLE)
         """PART_HOLE, PART_RECIPE, or PART_STAGED plus the number of a generation, for each offset."""
+        self._held = 0
         self._generations: dict[int, Generation] = {}
         """Those that the map may name."""
         self._dropped: list[Generation] = []
@@ -77,7 +79,7 @@ class Content:
         """Whether there was an earlier freeze of other contents with the same number."""
         self._changes = RangeMap(_CLEAN)
         self._whole = _CLEAN
-        self._map.set(0, size, PART_RECIPE if recipe != NO_ID else PART_HOLE)
+        self._put(0, size, PART_RECIPE if recipe != NO_ID else PART_HOLE)
 
     @property
     def generation(self) -> Generation | None:
@@ -85,6 +87,11 @@ class Content:
         if self._writable is not None and self._writable.frozen:
             self._writable = None
         return self._writable
+
+    @property
+    def held(self) -> int:
+        """Bytes that are not in holes."""
+        return self._held
 
     @property
     def is_staged(self) -> bool:
@@ -130,7 +137,7 @@ class Content:
             return
         self._take(generation)
         end = offset + length
-        self._map.set(offset, end, PART_STAGED + generation.number)
+        self._put(offset, end, PART_STAGED + generation.number)
         self._changed(offset, end)
         self.size = max(self.size, end)
 
@@ -227,7 +234,7 @@ class Content:
                 generation.mark(offset, length)
                 self._take(generation)
                 value = PART_STAGED + generation.number
-            self._map.set(offset, offset + length, value)
+            self._put(offset, offset + length, value)
             self._changes.set(offset, offset + length, _JOURNALLED)
         if synced:
             self._changes = RangeMap(_CLEAN)
@@ -241,20 +248,25 @@ class Content:
             if not generation.frozen and generation.number == self.newest:
                 self._writable = generation
 
+    def _put(self, start: int, end: int, value: int) -> None:
+        self._held -= sum(stop - at for at, stop, before in self._map.runs(start, end) if before != PART_HOLE)
+        self._held += end - start if value != PART_HOLE else 0
+        self._map.set(start, end, value)
+
     def _changed(self, start: int, end: int) -> None:
         self._changes.set(start, end, _CHANGED)
         self._intact = self._exact = False
 
     def _resize(self, size: int) -> None:
         if size < self.size:
-            self._map.set(size, END, PART_HOLE)
+            self._put(size, END, PART_HOLE)
         self.size = size
 
     def _reset(self) -> None:
         self._map = RangeMap(PART_HOLE)
         self._writable = None
         self.recipe = NO_ID
-        self.size = 0
+        self.size = self._held = 0
 
     def _prune(self) -> None:
         """Drop generations that the map does not name; where that is the one that takes writes, the next is new."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
+import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 from hypothesis import settings
@@ -15,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moonclipfs import limits
 from moonclipfs.layers import ranges
 from moonclipfs.layers.content import Content, Part
-from moonclipfs.layers.records import PART_RECIPE, PART_STAGED
+from moonclipfs.layers.records import PART_HOLE, PART_RECIPE, PART_STAGED
 from moonclipfs.layers.staging import Generation, Staging
 from moonclipfs.store.backend import FileOps
 from moonclipfs.types import ObjectId
@@ -176,7 +178,9 @@ class ContentMachine(RuleBasedStateMachine):
         if self.content.is_exact:
             assert not self.content.is_staged
             assert self.recipes.get(self.content.recipe, b"") == self.model
-        assert self.content.is_staged == any(part.kind == PART_STAGED for part in self.content.parts(0, TB))
+        parts = self.content.parts(0, TB)
+        assert self.content.held == sum(part.length for part in parts if part.kind != PART_HOLE)
+        assert self.content.is_staged == any(part.kind == PART_STAGED for part in parts)
 
     @invariant()
     def what_was_journalled_comes_back(self) -> None:
@@ -192,3 +196,61 @@ class ContentMachine(RuleBasedStateMachine):
 
 TestContent = ContentMachine.TestCase
 TestContent.settings = settings(stateful_step_count=25, max_examples=10 * settings.default.max_examples)
+
+
+class Named:
+    """As much of a generation as a content looks at."""
+
+    frozen = False
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def mark(self, offset: int, length: int) -> None:
+        pass
+
+
+def test_a_sparse_file_of_1_tb_is_a_few_runs() -> None:
+    content, generation = Content(TB, b"r" * 32), cast("Generation", Named(1))
+    content.wrote(generation, TB // 2, 4096)
+    content.truncate(2 * TB)
+    content.wrote(generation, 2 * TB - 1, 1)
+    half = TB // 2
+    recipe, staged = PART_RECIPE, PART_STAGED
+    assert [part[:3] for part in content.parts(0, 4 * TB)] == [
+        (0, half, recipe),
+        (half, 4096, staged),
+        (half + 4096, half - 4096, recipe),
+        (TB, TB - 1, PART_HOLE),
+        (2 * TB - 1, 1, staged),
+    ]
+    assert content.held == TB + 1
+    assert [part[:3] for part in content.parts(half - 1, 2)] == [(half - 1, 1, recipe), (half, 1, staged)]
+    assert content.parts(2 * TB, 10) == content.parts(5, 0) == []
+    content.truncate(half + 1)
+    content.truncate(TB)
+    assert [part[:3] for part in content.parts(half, TB)] == [(half, 1, staged), (half + 1, half - 1, PART_HOLE)]
+
+
+def test_random_writes_cost_the_same_however_many_there_were() -> None:
+    """Compares the first writes with the last of 60,000, and allows much noise: one array would be 20 times slower."""
+    size = 10 * limits.GIB
+    content, generation = Content(size, b"r" * 32), cast("Generation", Named(1))
+    pages = random.Random(7).sample(range(size // 4096), 60_000)
+    times = []
+    for start in range(0, len(pages), 6000):
+        before = time.thread_time()
+        for page in pages[start : start + 6000]:
+            content.wrote(generation, page * 4096, 4096)
+        times.append(time.thread_time() - before)
+    assert min(times[-4:]) < 6 * min(times[:4])
+
+
+def test_a_frozen_generation_takes_no_writes() -> None:
+    content, generation = Content(), cast("Generation", Named(1))
+    content.wrote(generation, 0, 10)
+    assert content.generation is generation
+    assert content.freeze() == (Part(0, 10, PART_STAGED, generation),)
+    assert content.generation is None
+    with pytest.raises(AssertionError, match="frozen"):
+        content.wrote(generation, 0, 10)
