@@ -99,6 +99,8 @@ class Generation:
         """Write `data` at `offset`. Raises NoSpaceError or BackendError; then the old bytes may be partly replaced."""
         view = memoryview(data).cast("B")
         end = offset + len(view)
+        if not view:
+            return
         with self._lock:
             assert not self.frozen, f"{self} never changes again: the write needs a new generation"
             assert not self._deleted, f"{self} was deleted"
