@@ -44,6 +44,7 @@ COMMANDS = {
     "verify": "Check every stored byte (also: check).",
     "mount": "Mount a store as a file system.",
     "umount": "Unmount a store.",
+    "run": "Mount a store for one command.",
     "doctor": "Check this machine and a store, and say what to do.",
     "completion": "Print the code that completes commands in a shell.",
 }

@@ -6,22 +6,32 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
 def main() -> None:
-    """Leave the starting process, serve the mount that the JSON in the first argument names, report through a pipe."""
+    """Leave the starting process, serve the mount that the JSON in the first argument names, report through a pipe.
+
+    With a `lifeline_fd` it stays a child of that process, makes the mount in a namespace of its own, and ends it when
+    the other end of that pipe is closed: signals that everybody gets are blocked then.
+    """
+    request = json.loads(sys.argv[1])
+    lifeline_fd = request.get("lifeline_fd")
     # Before anything is imported that starts threads.
-    if os.fork():
+    if lifeline_fd is None and os.fork():
         os._exit(0)
     os.setsid()
-    request = json.loads(sys.argv[1])
     report_fd = request["report_fd"]
     os.set_inheritable(report_fd, False)
     _find_package()
+    said: dict[str, object] = {"ready": os.getpid()}
+    if lifeline_fd is not None:
+        said["isolation"] = _follow(lifeline_fd, request["isolation"])
 
     from moonclipfs.errors import MoonclipError
     from moonclipfs.fuse.prepare import MountOptions
@@ -31,7 +41,7 @@ def main() -> None:
         os.write(report_fd, json.dumps(message).encode())
 
     def ready() -> None:
-        report({"ready": os.getpid()})
+        report(said)
         os.close(report_fd)  # who waits goes on now; after an error, only when this process has ended
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # whoever started this has read what was said until here
 
@@ -46,6 +56,22 @@ def main() -> None:
     except Exception:
         logging.getLogger(__name__).exception("the server ended by an unexpected error")
         raise
+
+
+def _follow(lifeline_fd: int, wanted: str | None) -> str:
+    """Isolate this process, and let it get SIGTERM at the end of the lifeline; return the kind of isolation."""
+    from moonclipfs.fuse.namespace import Isolation, isolate
+
+    os.set_inheritable(lifeline_fd, False)
+    isolation = isolate(None if wanted is None else Isolation(wanted))
+
+    def follow() -> None:
+        os.read(lifeline_fd, 1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, name="lifeline", daemon=True).start()
+    return isolation.value
 
 
 def _find_package() -> None:

@@ -27,6 +27,10 @@ Answer = Callable[[], Mapping[str, Any]]
 Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """May take long; called on a thread with the arguments of the request. Its MoonclipErrors reach whoever asked."""
 _PEER = struct.Struct("3i")
+MOUNT_VARIABLE = "MOONCLIPFS_MOUNT"
+"""In the environment of a command that has a mount of its own: the mountpoint."""
+RUN_VARIABLE = "MOONCLIPFS_RUN"
+"""Beside it: the directory of that mount's socket and log."""
 
 
 def runtime_directory() -> Path:
@@ -46,7 +50,13 @@ def runtime_directory() -> Path:
 
 
 def runtime_path(mountpoint: str, suffix: str) -> Path:
-    """The socket ("sock") or log ("log") of the mount at a real path."""
+    """The socket ("sock") or log ("log") of the mount at a real path.
+
+    The mount of a namespace keeps its own where its variables say, since others may have mounts at that path too.
+    """
+    own = os.environ.get(RUN_VARIABLE)
+    if own and os.environ.get(MOUNT_VARIABLE) == mountpoint:
+        return Path(own, suffix)
     name = hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:16]
     return runtime_directory() / f"{name}.{suffix}"
 

@@ -1,0 +1,216 @@
+"""`moonclipfs run`: a mount for one command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moonclipfs.cli.mounting import mount_options, with_mount_options
+from moonclipfs.cli.output import PROGRAM, printable
+from moonclipfs.cli.target import complete_target, whole_store
+from moonclipfs.errors import MountError, UsageError
+from moonclipfs.fuse.attached import SIGNALS, AttachedMount
+from moonclipfs.fuse.namespace import Isolation, adopt_orphans
+
+_COMMAND = f"{__name__}.command"
+_SI_KERNEL = 0x80
+"""`si_code` of a signal that a terminal sends: its whole foreground group gets it, the command too."""
+_STEP_SECONDS = 1.0
+_LEAVE_SECONDS = 2.0
+"""What a command leaves running may end by itself for so long, and then after SIGTERM for the next."""
+_END_SECONDS = 5.0
+
+
+class _CommandLine(click.Command):
+    """A command whose last arguments, after `--`, are a command line that is left as it is."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        before, after = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+        ctx.meta[_COMMAND] = after
+        return super().parse_args(ctx, before)
+
+
+@click.command("run", cls=_CommandLine)
+@click.argument("store", metavar="[STORE] -- COMMAND...", required=False, shell_complete=complete_target)
+@click.option("--at", metavar="DIR", type=click.Path(), help="Where to mount (default: a new temporary directory).")
+@with_mount_options
+@click.pass_context
+def command(context: click.Context, /, store: str | None, at: str | None, **chosen: Any) -> int:
+    """Mount STORE (or $MOONCLIPFS_STORE) for COMMAND alone, and unmount when it has ended.
+
+    The mount is in a mount namespace of its own where that is allowed: no other process sees it. The command finds
+    it at DIR, and in $MOONCLIPFS_MOUNT. Signals that are sent to this process go to the command. When it has ended,
+    what it left running is ended, what it wrote is stored and sealed, and its exit code is returned (128 and the
+    number of the signal that killed it). When something could not be stored, a line says so, the exit code is never
+    0, and the next mount of the same layer stores it.
+
+    \b
+    Examples:
+      moonclipfs run /data/store -- sh -c 'python train.py --output_dir "$MOONCLIPFS_MOUNT/run1"'
+      moonclipfs run /data/store --at /mnt/ckpt -- torchrun train.py --output_dir /mnt/ckpt/run1
+      moonclipfs run --read-only /data/store --at /mnt/ckpt -- python evaluate.py /mnt/ckpt/run1/checkpoint-500
+    """
+    words: list[str] = context.meta[_COMMAND]
+    if not words:
+        raise UsageError("run takes a command, after `--`: moonclipfs run STORE -- COMMAND...")
+    options = mount_options(**chosen)
+    path = os.path.abspath(whole_store(store))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS | {signal.SIGCHLD})
+    try:
+        with _directory(at) as place:
+            try:
+                mount = AttachedMount(path, place, options, cancelled=_told_to_end)
+            except InterruptedError:
+                return 128 + signal.sigwait(SIGNALS)
+            return _run(mount, words, before)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(mount: AttachedMount, words: list[str], mask: Collection[int]) -> int:
+    """Run the command in a mount, and end the mount; return the exit code of both."""
+    if mount.isolation is Isolation.NONE:
+        _say(f"no namespaces here: the mount at {mount.place} is seen by other processes of this user, too")
+    adopt_orphans(True)
+    try:
+        child = subprocess.Popen(mount.command_line(words, mask), env=mount.environment)
+        ended = _Watch([child, mount.server])
+        ended.wait(child, forward=True)
+        _end_leftovers(ended, mount.server)
+        died_early = mount.server.poll() is not None
+        mount.stop()
+        if not ended.wait(mount.server, forward=False):
+            _say("interrupted: what is not stored yet is kept, and stored by the next mount of the same layer")
+            mount.server.kill()
+        problem = mount.finish()
+    finally:
+        adopt_orphans(False)
+    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    if died_early:
+        _say(f"the mount ended before the command did: {problem or 'it was unmounted'}")
+    elif problem:
+        _say(
+            f"not everything is stored; what was written is kept, and stored by the next mount of the layer: {problem}"
+        )
+    return code or (MountError.exit_code if died_early or problem else 0)
+
+
+class _Watch:
+    """Waits for processes while signals come, and clears orphans away."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self._processes = {process.pid: process for process in processes}
+
+    def wait(self, process: subprocess.Popen[bytes], *, forward: bool) -> bool:
+        """Return True at the end of a process; signals go to it with `forward`, else SIGINT returns False."""
+        while process.poll() is None:
+            found = signal.sigtimedwait(SIGNALS | {signal.SIGCHLD}, _STEP_SECONDS)
+            self.reap()
+            if found is None or found.si_signo == signal.SIGCHLD:
+                continue
+            if forward and found.si_code != _SI_KERNEL:
+                process.send_signal(found.si_signo)
+            elif not forward and found.si_signo == signal.SIGINT:
+                return process.poll() is not None
+        return True
+
+    def reap(self) -> None:
+        """Clear away every child that has ended."""
+        with suppress(ChildProcessError):  # there is none
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if (known := self._processes.get(found.si_pid)) is not None:
+                    known.poll()
+                else:
+                    os.waitpid(found.si_pid, 0)
+
+
+def _end_leftovers(watch: _Watch, server: subprocess.Popen[bytes]) -> None:
+    """End what the command left running: it would keep the mount busy, and has nobody to tell."""
+
+    def left() -> list[int]:
+        watch.reap()
+        return _descendants(os.getpid(), server.pid)
+
+    if _all_gone(left, _LEAVE_SECONDS):
+        return
+    pids = left()
+    names = ", ".join(sorted({_name(pid) for pid in pids}))
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in left():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        if _all_gone(left, _END_SECONDS):
+            break
+    _say(f"ended {len(pids)} process{'' if len(pids) == 1 else 'es'} that the command left running: {names}")
+
+
+def _all_gone(left: Callable[[], list[int]], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while left():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _descendants(pid: int, without: int) -> list[int]:
+    """The processes below one, but not `without` and those below it."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                fields = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(name))
+    found, todo = [], [pid]
+    while todo:
+        below = [child for child in children.get(todo.pop(), []) if child != without]
+        found += below
+        todo += below
+    return found
+
+
+def _name(pid: int) -> str:
+    try:
+        return printable(Path("/proc", str(pid), "comm").read_text(errors="replace").strip())
+    except OSError:
+        return str(pid)
+
+
+@contextmanager
+def _directory(at: str | None) -> Iterator[str]:
+    """The directory to mount on; one that is made here is removed behind."""
+    if at is not None and os.path.lexists(at):
+        yield at
+        return
+    made = tempfile.mkdtemp(prefix="moonclipfs-") if at is None else at
+    if at is not None:
+        os.mkdir(at)
+    try:
+        yield made
+    finally:
+        try:
+            os.rmdir(made)
+        except OSError as error:
+            _say(f"{made} stays: {error.strerror}")
+
+
+def _told_to_end() -> bool:
+    return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+
+
+def _say(text: str) -> None:
+    print(f"{PROGRAM}: {printable(text)}", file=sys.stderr, flush=True)
