@@ -414,7 +414,7 @@ class Changes(NameSync):
 
     def _names_move(self, place: tuple[Inode, bytes, Inode, bytes], exchange: bool) -> bool:
         """Whether names of the log have to move with a rename."""
-        return self.has_names(*place[:2]) or (exchange and self.has_names(*place[2:]))
+        return bool(self.names_at(*place[:2]) or (exchange and self.names_at(*place[2:])))
 
     def _rename_with_names(
         self, place: tuple[Inode, bytes, Inode, bytes], replace: bool, exchange: bool, now_ns: int
@@ -427,7 +427,7 @@ class Changes(NameSync):
             if both is None:
                 return None
             inode, victim = both
-            forth, back = self.has_names(*place[:2]), exchange and self.has_names(*place[2:])
+            forth, back = self.names_at(*place[:2]), exchange and self.names_at(*place[2:])
             if forth and back:
                 raise UsageError("two directories that both hold snapshots cannot be exchanged: rename them in turn")
             old, new = (join(self.path(at), name) for at, name in (place[:2], place[2:]))
@@ -437,7 +437,7 @@ class Changes(NameSync):
                 self._remove(place[2], place[3], victim or inode, rename.unbind, now_ns)
                 rename, victim = rename._replace(unbind=0), None
             self.hold(frozenset((place[:2], place[2:])), frozenset(() if victim is None else (victim,)))
-            return Moving(new, old, exchange) if back else Moving(old, new, exchange)
+            return Moving(new, old, back, exchange) if back else Moving(old, new, forth, exchange)
 
         def finish() -> Rename:
             assert rename is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from moonclipfs.types import NO_ID, EntryType, ObjectId, Version
+from moonclipfs.types import NO_ID, EntryType, ObjectId
 
 if TYPE_CHECKING:
     from moonclipfs.layers.content import Content
@@ -65,7 +65,6 @@ class Inode:
         "target",
         "type",
         "uid",
-        "version",
         "writers",
         "xattrs",
     )
@@ -114,10 +113,10 @@ class Inode:
         """The state of the names of the log (`state.State.names_version`) for which they were counted, 0 for none."""
         self.names_changed: dict[bytes, int] = {}
         """Names that came, went or changed their inode since the last seal, and the change counter of that."""
-        self.version: Version | None = None
-        """Of a directory that is the root of a bound snapshot: the version that it showed, or was sealed as, last."""
         self.sealed = 0
-        """Log record of the version in which this directory is sealed, 0 for none."""
+        """Of a directory that is the root of a snapshot: the log record that bound the version that it showed, or was
+        sealed as, last. 0 for any other.
+        """
 
     @property
     def is_directory(self) -> bool:

@@ -7,22 +7,21 @@ layer applies them all again.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 from moonclipfs import limits
 from moonclipfs.layers.changes import Changes
 from moonclipfs.layers.journal import Journal
-from moonclipfs.layers.records import SetAttributes
+from moonclipfs.layers.records import SetAttributes, Whole
 from moonclipfs.layers.staging import Staging
+from moonclipfs.layers.wholes import apply_whole
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import LayerLock, make_layer
 from moonclipfs.store.store import Store
-
-log = logging.getLogger(__name__)
 
 
 class Layer(Changes):
@@ -73,9 +72,10 @@ class Layer(Changes):
         self._lock_file.release()
 
     def _recover(self) -> None:
-        fresh = True
+        state, fresh = self.state, True
+        state.handle(Whole, partial(apply_whole, state))
         for record in self.journal.replay():
-            self.state.apply(record)
+            state.apply(record)
             fresh = False
         if fresh:
             now_ns, root = time.time_ns(), self.root

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from stat import S_IFREG
 from typing import NamedTuple
 
@@ -58,7 +59,6 @@ class Lookup(Core):
         self, directory: Inode, names: Iterable[bytes], *, wait: bool = True
     ) -> list[tuple[Inode, Status] | None]:
         """Lookup and stat of several names at once; None for one that is not there. Understands `.` and `..`."""
-        asked = list(names)
 
         def find(name: bytes) -> tuple[Inode, Status] | None:
             try:
@@ -67,7 +67,7 @@ class Lookup(Core):
                 return None
             return inode, self._status(inode)
 
-        return self.run(lambda: [find(name) for name in asked], wait)
+        return [self.run(partial(find, name), wait) for name in names]
 
     def names_in(self, directory: Inode, *, wait: bool = True) -> list[bytes]:
         """The names in a directory, sorted; some may be gone when they are looked up. Raises CorruptError."""
@@ -131,12 +131,14 @@ class Lookup(Core):
         return str(sum(place.encoded_length for place in self.store.index.find_many(ids).values())).encode()
 
     def _version_of(self, inode: Inode) -> Version | None:
-        while inode.version is None:
+        """The version that an inode lies in."""
+        while not inode.sealed:
             link = next(iter(inode.links), None)
             if link is None:
                 return None
             inode = link[0]
-        return inode.version
+        leaf = self.view.area(Area.LIVE).leaves.get(self.state.path(inode) or b"")
+        return leaf if isinstance(leaf, Version) and leaf.sequence == inode.sealed else None
 
     # Under the lock
 
@@ -210,16 +212,16 @@ class Lookup(Core):
             return leaf
         return None if self._passes(join(path, name)) else ABSENT
 
-    def _passes(self, path: bytes) -> bool:
-        """Whether any name below `path` is there still, for this layer."""
+    def _passes(self, path: bytes) -> int:
+        """The log record that bound one of the names below `path` that this layer has not removed; 0 for none."""
         live, todo = self.view.area(Area.LIVE).directories, [path]
         while todo:
             path = todo.pop()
             for name, leaf in live.get(path, _NO_NAMES).items():
                 if isinstance(leaf, Version) and leaf.sequence not in self.state.unbinding:
-                    return True
+                    return leaf.sequence
                 todo.append(join(path, name))
-        return False
+        return 0
 
     def _bound_names(self, directory: Inode) -> list[bytes]:
         """The names of the log in a directory, also those that own entries hide."""
@@ -241,8 +243,11 @@ class Lookup(Core):
             entry = self.store.root_entry(version)
             anchor = b"%b.%d" % (text, salt) if salt else text
             _fill(inode, entry, Lower(anchor, b"", version.root, version.root))
-            inode.version, inode.sealed = version, version.sequence
+            inode.sealed = version.sequence
         return inode
+
+    def _snapshot_number(self, version: Version) -> int:
+        return inode_number(self.id, b"snapshot", b"%d" % version.sequence)
 
     def _passage(self, directory: Inode, name: bytes, path: bytes) -> Inode:
         """A directory that longer names pass through: one that shows through from below, or else one for them alone."""
@@ -258,7 +263,7 @@ class Lookup(Core):
             time_ns = self.view.area(Area.LIVE).mtimes.get(join(path, name), 0)
             attributes = Attributes(0o755, os.geteuid(), os.getegid(), time_ns, time_ns)
             _fill(inode, Entry(name, EntryType.DIRECTORY, attributes), None)
-            inode.version, inode.sealed = None, 0
+            inode.sealed = 0
         return inode
 
     def _inside(self, directory: Inode, name: bytes, entry: Entry) -> Inode:

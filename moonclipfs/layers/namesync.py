@@ -6,15 +6,19 @@ While names are moved in the log, what the move touches stays as it is: whoever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from moonclipfs.errors import ExistsError, MoonclipError, NotEmptyError
 from moonclipfs.layers.base import Missing
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.lookup import ABSENT, Lookup
-from moonclipfs.layers.names import Area, View
-from moonclipfs.layers.records import Dropped, Moving, Rename, Unbound
+from moonclipfs.layers.names import Area, View, join
+from moonclipfs.layers.records import Dropped, Moving, Record, Rename, Unbound
 from moonclipfs.store.log import Names
+from moonclipfs.store.replay import is_at_or_below
+from moonclipfs.store.store import Store
 from moonclipfs.types import Version
 
 
@@ -30,6 +34,12 @@ class NameSync(Lookup):
     _closed: frozenset[Inode] = frozenset()
     """Directories that get no new entries meanwhile."""
 
+    def __init__(self, store: Store, name: str, layer_id: bytes, directory: Path) -> None:
+        """Use `Layer.open`."""
+        super().__init__(store, name, layer_id, directory)
+        self._changed_names: dict[tuple[bytes, bytes], None] = {}
+        """(path of a directory, name) of what changed its meaning since it was last asked."""
+
     # What others publish
 
     def refresh(self, now_ns: int) -> list[tuple[Inode, bytes]]:
@@ -44,29 +54,46 @@ class NameSync(Lookup):
             if names.sequence == self.view.sequence:
                 self.store.saw(names)
                 return []
-            before, view = self.view, View(names, self.view, now_ns)
-            changes = list(view.area(Area.LIVE).changes(before.area(Area.LIVE)))
-            with self.lock:
-                self._drop_clean(view, changes)
-                self._adopt_view(view)
-            # Only now: what is adopted from here on is named by this view, or by a journal that gc reads.
-            self.store.saw(names)
-        return list(self._affected(changes))
+            self._adopt_names(names, now_ns, list)
+        return list(self._affected())
 
-    def _adopt_view(self, view: View) -> None:
-        self.view = view
-        self.state.names_version += 1
+    def _adopt_names(self, names: Names, now_ns: int, records: Callable[[], Iterable[Record]]) -> None:
+        """Show what `names` mean from now on; in the same step, journal and apply what `records` returns."""
+        before, view = self.view, View(names, self.view, now_ns)
+        changes = list(view.area(Area.LIVE).changes(before.area(Area.LIVE)))
+        with self.lock:
+            for record in records():
+                self.record(record)
+            self._let_go(changes)
+            self.view = view
+            self.state.names_version += 1
+            self._drop_clean(changes)
+            self._changed_names.update(dict.fromkeys(changes))
+        # Only now: what is adopted from here on is named by this view, or by a journal that gc reads.
+        self.store.saw(names)
 
-    def _affected(self, changes: list[tuple[bytes, bytes]]) -> Iterator[tuple[Inode, bytes]]:
+    def _let_go(self, changes: list[tuple[bytes, bytes]]) -> None:
+        """Take the names from roots of snapshots that are bound elsewhere now, or not any more."""
+        leaves = self.view.area(Area.LIVE).leaves
+        for path, name in changes:
+            leaf = leaves.get(join(path, name))
+            if isinstance(leaf, Version):
+                inode = self.state.find(self._snapshot_number(leaf))
+                if inode is not None and not inode.own:
+                    inode.links.clear()
+
+    def _affected(self) -> Iterator[tuple[Inode, bytes]]:
+        with self.lock:
+            changes, self._changed_names = self._changed_names, {}
         for path, name in changes:
             try:
                 yield self.resolve(path), name
             except MoonclipError:
                 continue  # the directory went away with it: then its own name is among the changes
 
-    def _drop_clean(self, view: View, changes: list[tuple[bytes, bytes]]) -> None:
+    def _drop_clean(self, changes: Iterable[tuple[bytes, bytes]]) -> None:
         """Let go of own subtrees without changes whose snapshot others published anew, moved or removed."""
-        live = view.area(Area.LIVE).directories
+        live = self.view.area(Area.LIVE).directories
         for path, name in changes:
             directory = self._own_directory(path)
             inode = directory.entries.get(name) if directory is not None else None
@@ -121,7 +148,7 @@ class NameSync(Lookup):
                 leaves = self.view.area(Area.LIVE).leaves
                 roots = [inode for inode in self.state.own.values() if inode.sealed]
                 paths = {path for inode in roots if (path := self.state.path(inode)) is not None} | leaves.keys()
-                self._drop_clean(self.view, [(above, name) for above, _, name in (p.rpartition(b"/") for p in paths)])
+                self._drop_clean([(above, name) for above, _, name in (path.rpartition(b"/") for path in paths)])
 
     # What is removed here
 
@@ -148,23 +175,24 @@ class NameSync(Lookup):
             self.store.log.append("unbind", body)
         except NothingToTell:
             pass
-        names = self.store.log.refresh()
-        view = View(names, self.view)
-        changes = list(view.area(Area.LIVE).changes(self.view.area(Area.LIVE)))
-        with self.lock:
-            self._drop_clean(view, changes)
-            for sequence, path in pending.items():
-                self.record(Unbound(path, sequence))
-            self._adopt_view(view)
-        self.store.saw(names)
-        return len(pending)
+        done = [Unbound(path, sequence) for sequence, path in pending.items()]
+        self._adopt_names(self.store.log.refresh(), time.time_ns(), lambda: done)
+        return len(done)
 
     # What moves here
 
-    def has_names(self, directory: Inode, name: bytes) -> bool:
-        """Whether names of the log are shown at `name` of a directory, or below. Under the lock."""
+    def names_at(self, directory: Inode, name: bytes) -> int:
+        """The log record that bound one of the names that are shown at `name` of a directory or below; 0 for none.
+        Under the lock.
+        """
         path = self._names_path(directory)
-        return path is not None and self._leaf(path, name) is not ABSENT
+        if path is None or self._leaf(path, name) is ABSENT:
+            return 0
+        live, path = self.view.area(Area.LIVE), join(path, name)
+        leaf = live.leaves.get(path)
+        if isinstance(leaf, Version) and leaf.sequence not in self.state.unbinding:
+            return leaf.sequence
+        return self._passes(path)
 
     def check_held(self, directory: Inode, name: bytes) -> None:
         """Under the lock: raise Missing, which waits for the end of the move, for a name that a move touches."""
@@ -212,14 +240,7 @@ class NameSync(Lookup):
             self.store.log.move(_text(moving.old), _text(moving.new))
         except MoonclipError as error:
             self._give_up(moving, error)
-        names = self.store.log.refresh()
-        view = View(names, self.view)
-        changes = list(view.area(Area.LIVE).changes(self.view.area(Area.LIVE)))
-        with self.lock:
-            self.record(finish())
-            self._adopt_view(view)
-            self._drop_clean(view, changes)
-        self.store.saw(names)
+        self._adopt_names(self.store.log.refresh(), time.time_ns(), lambda: [finish()])
 
     def _give_up(self, moving: Moving, error: MoonclipError) -> None:
         """After a move that failed: whether it reached the log can be unknown."""
@@ -241,18 +262,14 @@ class NameSync(Lookup):
         if moving is None:
             return
         names = self.store.log.refresh()
-        view = View(names, self.view)
-        with self.lock:
-            if self._has_moved(moving, names):
-                rename = self._rename_of(moving)
-                if rename is not None:
-                    self.record(rename)
+
+        def records() -> Iterable[Record]:
+            if self._has_moved(moving, names) and (rename := self._rename_of(moving)) is not None:
+                yield rename
             if self.state.moving is not None:
-                self.record(Moving(b"", b""))
-            changes = list(view.area(Area.LIVE).changes(self.view.area(Area.LIVE)))
-            self._adopt_view(view)
-            self._drop_clean(view, changes)
-        self.store.saw(names)
+                yield Moving(b"", b"")
+
+        self._adopt_names(names, time.time_ns(), records)
 
     def _rename_of(self, moving: Moving) -> Rename | None:
         """The rename that belongs to a move; None when there is nothing to rename any more."""
@@ -260,21 +277,15 @@ class NameSync(Lookup):
         parent, new_parent = self._own_directory(old[0]), self._own_directory(new[0])
         if parent is None or new_parent is None or old[2] not in parent.entries:
             return None
-        inode, now_ns = parent.entries[old[2]], parent.mtime_ns
-        if (new[2] in new_parent.entries) != moving.exchange or inode is new_parent:
+        if moving.exchange and new[2] not in new_parent.entries:
             return None
-        return Rename(
-            parent.number, old[2], new_parent.number, new[2], moving.exchange, now_ns, parent.lower is not None
-        )
+        now_ns, whiteout = parent.mtime_ns, parent.lower is not None and not moving.exchange
+        return Rename(parent.number, old[2], new_parent.number, new[2], moving.exchange, now_ns, whiteout)
 
     def _has_moved(self, moving: Moving, names: Names) -> bool:
-        """Whether the log has moved names: those at the new place are the ones that were at the old one."""
-        live = View(names).area(Area.LIVE)
-        return not _any_at(live.leaves, moving.old) and _any_at(live.leaves, moving.new)
-
-
-def _any_at(leaves: Mapping[bytes, object], path: bytes) -> bool:
-    return any(leaf == path or leaf.startswith(path + b"/") for leaf in leaves)
+        """Whether the log has moved the names."""
+        moved = (version.path for version in names.all_versions() if version.sequence == moving.sequence)
+        return any(is_at_or_below(path, _text(moving.new)) for path in moved)
 
 
 def _text(path: bytes) -> str:

@@ -192,18 +192,43 @@ class Unbound(NamedTuple):
 class Moving(NamedTuple):
     """The log is about to be told to move names from `old` to `new`; a `Rename` follows, or `Moving` with no names.
 
-    `exchange` says that what is at `new` takes the place of `old`; no names are bound there.
+    `sequence` is the log record that bound one of them. `exchange` says that what is at `new` takes the place of
+    `old`; no names are bound there.
     """
 
     old: bytes
     new: bytes
+    sequence: int = 0
     exchange: bool = False
 
 
 class Whole(NamedTuple):
-    """One inode as it is, in a journal that is written anew: `state.py` knows the fields."""
+    """One own inode as it is, in a journal that is written anew: directories first, each after the one that it is in.
 
-    fields: tuple[Any, ...]
+    `links` are (number of the directory, name). `lower` is empty or the fields of an `inodes.Lower`; `names_changed`
+    are (name, change counter).
+    """
+
+    number: int
+    type: int
+    mode: int
+    uid: int
+    gid: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    xattrs: tuple[tuple[bytes, bytes], ...]
+    target: bytes
+    links: tuple[tuple[int, bytes], ...]
+    size: int
+    child: ObjectId
+    group: int
+    lower: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+    names_changed: tuple[tuple[bytes, int], ...]
+    changed: int
+    below: int
+    sealed: int
 
 
 class Counters(NamedTuple):

@@ -161,14 +161,15 @@ class State:
         inode = Inode(record.number, type_, record.mode, record.uid, record.gid, time_ns)
         inode.target = record.target
         self.inodes += 1
-        self._own(inode)
+        self.take_over(inode)
         self.attach(directory, record.name, inode)
         directory.subdirectories += inode.is_directory
         inode.counted = self.names_version if inode.is_directory else 0
         self.name_changed(directory, record.name, time_ns)
         self.changed(inode)
 
-    def _own(self, inode: Inode) -> None:
+    def take_over(self, inode: Inode) -> None:
+        """Make an inode own."""
         inode.own = True
         self.own[inode.number] = inode
         self.seen[inode.number] = inode
@@ -182,7 +183,7 @@ class State:
             inode = Inode(record.number, EntryType(record.type), record.mode, record.uid, record.gid)
         if not inode.own:
             _fill(inode, record)
-            self._own(inode)
+            self.take_over(inode)
         self.attach(directory, record.name, inode)
 
     def _link(self, record: Link) -> None:
@@ -213,12 +214,12 @@ class State:
 
     def _unbind(self, directory: Inode, name: bytes, sequence: int) -> None:
         if sequence:
-            self.unbinding[sequence] = join(self.path(directory) or b"", name)
+            self.unbinding[sequence] = self._named(directory, name)
             self.names_version += 1
 
     def _rename(self, record: Rename) -> None:
         old, new = self.own[record.parent], self.own[record.new_parent]
-        self._end_move(old, record.name)
+        self._end_move({self._named(old, record.name), self._named(new, record.new_name)})
         inode = self.detach(old, record.name)
         if inode is None:
             raise ValueError(f"{record.name!r} is not there")
@@ -291,9 +292,12 @@ class State:
     def _move(self, record: Moving) -> None:
         self.moving = record if record.old else None
 
-    def _end_move(self, directory: Inode, name: bytes) -> None:
-        if self.moving is not None and join(self.path(directory) or b"", name) == self.moving.old:
+    def _end_move(self, paths: set[bytes]) -> None:
+        if self.moving is not None and {self.moving.old, self.moving.new} == paths:
             self.moving = None
+
+    def _named(self, directory: Inode, name: bytes) -> bytes:
+        return join(self.path(directory) or b"", name)
 
     def _count(self, record: Counters) -> None:
         self.inodes, self.generations = record.inode, record.generation
