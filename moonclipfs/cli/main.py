@@ -36,6 +36,7 @@ COMMANDS = {
     "du": "Show logical, exclusive and shared bytes.",
     "stats": "Show what was saved, and why.",
     "export": "Write plain files back.",
+    "watch": "Store each finished checkpoint of a plain directory.",
     "restore": "Bind an old version again.",
     "clone": "Give a snapshot a second name, which changes apart.",
     "wait": "Tell each new snapshot as it comes.",

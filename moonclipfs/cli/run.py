@@ -58,7 +58,7 @@ def command(context: click.Context, /, store: str | None, at: str | None, **chos
     Examples:
       moonclipfs run /data/store -- sh -c 'python train.py --output_dir "$MOONCLIPFS_MOUNT/run1"'
       moonclipfs run /data/store --at /mnt/ckpt -- torchrun train.py --output_dir /mnt/ckpt/run1
-      moonclipfs run --read-only /data/store --at /mnt/ckpt -- python evaluate.py /mnt/ckpt/run1/checkpoint-500
+      moonclipfs run --read-only /data/store --at /mnt/ckpt -- python evaluate.py /mnt/ckpt/run1
     """
     words: list[str] = context.meta[_COMMAND]
     if not words:

@@ -123,6 +123,7 @@ class Watcher:
         NotFoundError when the directory is gone, and NoSpaceError, LeaseLostError, BackendError of the store.
         """
         now = time.monotonic() if now is None else now
+        self._store.renew_lease()  # who was stopped for long may have been taken for dead
         absorbed = []
         for path, unit in self._look(now):
             if unit.version is None and now >= unit.next_try and (done := self._try(path, unit)):
@@ -139,8 +140,12 @@ class Watcher:
         return any(unit.version is None and not unit.missing and not unit.trouble for unit in self._units.values())
 
     def missing(self) -> dict[str, list[str]]:
-        """What checkpoints that are not absorbed lack, by path."""
-        return {os.fsdecode(path): list(unit.missing) for path, unit in self._units.items() if unit.missing}
+        """What checkpoints that are not absorbed lack, or what went wrong with them, by path."""
+        return {
+            os.fsdecode(path): [*unit.missing, *filter(None, [unit.trouble])]
+            for path, unit in self._units.items()
+            if unit.version is None and (unit.missing or unit.trouble)
+        }
 
     # What is there
 

@@ -247,7 +247,9 @@ def wrong(filled: Path, tmp_path: Path) -> dict[str, str]:
     return {word: str(tmp_path / path) for word, path in names.items()}
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("completion", "init", "mount", "wait")])
+@pytest.mark.parametrize(
+    "command", [name for name in COMMANDS if name not in ("completion", "init", "mount", "wait", "watch")]
+)
 def test_no_mistake_gives_a_traceback(
     run: Run, wrong: dict[str, str], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
