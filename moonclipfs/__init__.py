@@ -7,6 +7,8 @@
             print(path)
         weights = snapshot.tensor("lm_head.weight")
 
+    moonclipfs.seal("/mnt/ckpt/run1/checkpoint-500")  # in a mount: a version of it, now
+
 Importing this module imports nothing else; the names below are loaded when they are first used.
 """
 
@@ -16,19 +18,22 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moonclipfs.api import Snapshot, StoreReader, TensorInfo, open
+    from moonclipfs.api import Snapshot, StoreReader, TensorInfo, flush, open, seal, status
     from moonclipfs.errors import MoonclipError
 
 __version__ = "0.1.0"
 
-__all__ = ["MoonclipError", "Snapshot", "StoreReader", "TensorInfo", "__version__", "open"]
+__all__ = ["MoonclipError", "Snapshot", "StoreReader", "TensorInfo", "__version__", "flush", "open", "seal", "status"]
 
 _HOMES = {
     "MoonclipError": "moonclipfs.errors",
     "Snapshot": "moonclipfs.api",
     "StoreReader": "moonclipfs.api",
     "TensorInfo": "moonclipfs.api",
+    "flush": "moonclipfs.api",
     "open": "moonclipfs.api",
+    "seal": "moonclipfs.api",
+    "status": "moonclipfs.api",
 }
 
 

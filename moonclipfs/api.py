@@ -46,6 +46,10 @@ _TORCH = {
 }  # fmt: skip
 
 
+STATUS_SECONDS = 30.0
+"""A mount that does not tell its status within this is in trouble."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a snapshot: `dtype` is the file format's own word for it (`BF16`, `Q4_K`), `size` is in bytes."""
@@ -83,6 +87,43 @@ def open(store: str | os.PathLike[str] | Store, snapshot: str | None = None) -> 
         raise
     found._owner = reader
     return found
+
+
+def seal(path: str | os.PathLike[str], *, wait: bool = True) -> str | None:
+    """Make a directory inside a mount the next version of the snapshot of its name; returns it as NAME@N.
+
+    Without `wait` it is captured now, published soon after, and None is returned. Raises UsageError for a path outside
+    of a mount, NotFoundError, BusyError while a file in it is written to, and what keeps it from being stored.
+    """
+    from moonclipfs.fuse.control import ask
+    from moonclipfs.fuse.inside import sealable
+
+    inside = sealable(os.fspath(path))
+    answer = ask(inside.mount.mountpoint, "seal", None, path=inside.path, wait=wait)
+    return f"{answer['path']}@{answer['number']}" if "number" in answer else None
+
+
+def flush(path: str | os.PathLike[str]) -> None:
+    """Return when all that was written to the mount of `path` is encoded and durable. Raises what kept it from that."""
+    from moonclipfs.fuse.control import ask
+    from moonclipfs.fuse.inside import need_mount
+
+    mount = need_mount(os.fspath(path), "only a mount has something to flush").mount
+    if mount.writable:
+        ask(mount.mountpoint, "flush", None)
+
+
+def status(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the mount of `path` has staged, stored and failed to store, by the keys of `moonclipfs status --json`.
+
+    Raises UsageError outside of a mount, MountError when it does not answer.
+    """
+    from moonclipfs.fuse.control import ask
+    from moonclipfs.fuse.inside import need_mount
+
+    mount = need_mount(os.fspath(path), "status tells of a mount").mount
+    about = {"store": mount.store, "mountpoint": mount.mountpoint, "read_only": not mount.writable}
+    return {**about, **(ask(mount.mountpoint, "status", STATUS_SECONDS) if mount.writable else {})}
 
 
 class StoreReader:

@@ -1,44 +1,14 @@
-"""Arguments that are paths inside a mount, and names of snapshots that need not be there yet."""
+"""Arguments that name snapshots which need not be there yet, some of them as paths inside a mount."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from moonclipfs.cli.target import one_target, same_path
 from moonclipfs.errors import MoonclipError, UsageError
-from moonclipfs.fuse.mounts import Mount, all_mounts
+from moonclipfs.fuse.inside import Inside, inside_mount
 from moonclipfs.store.target import Target, default_store, parse_target
-
-
-@dataclass(frozen=True, slots=True)
-class Inside:
-    """A path inside a mount: `path` is relative to the mountpoint, empty for that itself."""
-
-    mount: Mount
-    path: str
-
-
-def inside_mount(text: str) -> Inside | None:
-    """Where `text` lies in a mount of ours, links followed; None for a path anywhere else."""
-    real = os.path.realpath(text) if text and "\0" not in text else ""
-    found: Mount | None = None
-    for mount in all_mounts():  # in the order in which they were made: the last of the longest is what one sees
-        below = mount.mountpoint.rstrip("/") + "/"
-        if (real + "/").startswith(below) and (found is None or len(mount.mountpoint) >= len(found.mountpoint)):
-            found = mount
-    if found is None or not found.is_ours:
-        return None
-    return Inside(found, real[len(found.mountpoint) :].strip("/"))
-
-
-def need_mount(text: str, otherwise: str) -> Inside:
-    """As `inside_mount`. Raises UsageError outside of a mount: `otherwise` says what to do there."""
-    found = inside_mount(text)
-    if found is None:
-        raise UsageError(f"{text or 'an empty path'} is not inside a mount: {otherwise}")
-    return found
 
 
 def source_name(text: str | None) -> tuple[Target, Inside | None]:

@@ -45,6 +45,9 @@ COMMANDS = {
     "verify": "Check every stored byte (also: check).",
     "mount": "Mount a store as a file system.",
     "umount": "Unmount a store.",
+    "status": "Tell what a mount has stored, and what not yet.",
+    "seal": "Make a directory of a mount a snapshot.",
+    "flush": "Wait until all that was written is stored.",
     "run": "Mount a store for one command.",
     "doctor": "Check this machine and a store, and say what to do.",
     "completion": "Print the code that completes commands in a shell.",
@@ -83,7 +86,7 @@ class Commands(click.Group):
 @click.version_option(__version__, "-V", "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Keep ML checkpoints once, changed tensors as small lossless deltas, and read them as plain files.
+    """Keep ML checkpoints once, changed tensors as small lossless deltas, in a file system like any other.
 
     \b
     Examples:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
-from moonclipfs.cli.inside import Inside, new_name, source_name
+from moonclipfs.cli.inside import new_name, source_name
 from moonclipfs.cli.output import printable
 from moonclipfs.cli.target import complete_target, opened
 from moonclipfs.errors import UsageError
 from moonclipfs.fuse.control import ask
+from moonclipfs.fuse.inside import Inside
 from moonclipfs.store.log import parse_spec
 from moonclipfs.store.rebind import restore
 

@@ -1,0 +1,70 @@
+"""`moonclipfs flush`: wait until everything that was written is stored and durable."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from moonclipfs.cli.progress import byte_bar
+from moonclipfs.errors import MoonclipError
+from moonclipfs.fuse.control import ask
+from moonclipfs.fuse.inside import Inside, need_mount
+
+_STEP_SECONDS = 0.5
+_NOTHING_ELSE = "only a mount has something to flush"
+
+
+@click.command("flush")
+@click.argument("directory", type=click.Path())
+def command(directory: str) -> None:
+    """Wait until all that was written to the mount of DIRECTORY is encoded and durable in the store.
+
+    Encoding takes all cores then. It says what could not be stored, and by its exit code; that is kept as it was
+    written, and can be read.
+
+    \b
+    Examples:
+      moonclipfs flush /mnt/ckpt
+    """
+    inside = need_mount(directory, _NOTHING_ELSE)
+    if inside.mount.writable:
+        ask_long(inside, "flush", "storing")
+
+
+def ask_long(inside: Inside, operation: str, title: str, **arguments: Any) -> dict[str, Any]:
+    """Ask a mount for what may take long; on a terminal, show how much is staged meanwhile. Raises as `ask`."""
+    place = inside.mount.mountpoint
+    if not sys.stderr.isatty():
+        return ask(place, operation, None, **arguments)
+    answers: list[dict[str, Any] | BaseException] = []
+
+    def question() -> None:
+        try:
+            answers.append(ask(place, operation, None, **arguments))
+        except BaseException as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=question, daemon=True)
+    thread.start()
+    with byte_bar(title) as tell:
+        total = 0
+        while thread.is_alive():
+            left = _staged(place)
+            total = max(total, left)
+            tell(total - left, total)
+            thread.join(_STEP_SECONDS)
+    if isinstance(answers[0], BaseException):
+        raise answers[0]
+    return answers[0]
+
+
+def _staged(place: str) -> int:
+    try:
+        answer: Mapping[str, Any] = ask(place, "status")
+    except MoonclipError:
+        return 0  # the answer to the question itself tells what is wrong
+    return int(answer.get("staged_bytes", 0))
