@@ -99,23 +99,13 @@ class Content:
         return self._map.any_from(PART_STAGED)
 
     @property
-    def is_exact(self) -> bool:
+    def exact(self) -> bool:
         """Whether the recipe alone is this content (NO_ID for no bytes), so that nothing is to be encoded.
 
-        Not staged and not exact is a file that was only cut off or extended. After a replay, files with holes may
-        count as not exact though they are.
+        Not staged and not exact is a file that was only cut off or extended. What is replayed may count as not exact
+        though it is.
         """
         return self._exact or not self.size
-
-    @property
-    def is_journalled(self) -> bool:
-        """Whether `changes` has told everything."""
-        return max(self._whole, self._changes.largest()) < _CHANGED
-
-    @property
-    def is_synced(self) -> bool:
-        """Whether `changes(synced=True)` has told everything."""
-        return max(self._whole, self._changes.largest()) == _CLEAN
 
     def parts(self, offset: int, length: int) -> list[Part]:
         """What a range, clipped to the size, consists of: in order, without gaps, neighbours of one kind merged."""
@@ -174,8 +164,9 @@ class Content:
     def stored(self, generation_number: int, recipe: ObjectId, recipe_size: int) -> list[Generation]:
         """What the freeze with this number returned is encoded as `recipe`, of `recipe_size` bytes.
 
-        Of it, what is still there comes from `recipe` now; holes stay holes. Returns the generations that neither
-        this content nor its journal needs any more. The answer of an older freeze than the last one stored is ignored.
+        Of it, what is still there comes from `recipe` now; holes stay holes. Returns the generations that are in use
+        no more; they may be deleted when the journal holds durably what `changes(synced=True)` tells next, which is
+        the whole content. The answer of an older freeze than the last one stored is ignored.
         """
         if generation_number < self._stored:
             return []
@@ -189,6 +180,7 @@ class Content:
             self._writable = None
         if self.size:
             self.recipe = recipe
+        self._whole = _CHANGED
         same = generation_number == self._frozen and self._intact and not self._ambiguous
         self._exact = same and self.size == recipe_size
         return freed
@@ -196,7 +188,7 @@ class Content:
     def unused(self) -> list[Generation]:
         """Return, once, the generations whose bytes were all overwritten or cut off.
 
-        They may be deleted when the journal holds all that `changes(synced=True)` told, durably.
+        They may be deleted when the journal holds durably what `changes(synced=True)` tells next.
         """
         self._prune()
         dropped, self._dropped = self._dropped, []

@@ -68,7 +68,9 @@ class Generation:
     def __init__(self, staging: Staging, number: int, *, in_memory: bool, exists: bool = False) -> None:
         self.number = number
         self.frozen = False
-        """Captured or being encoded: never written again."""
+        """Captured or being encoded: no write begins any more. One that is under way on another thread may still end
+        in it; who made it then writes the same to a new generation.
+        """
         self.path: str | None = None if in_memory else staging.path(number)
         self.bytes = 0
         """Of it in staging."""
@@ -97,24 +99,30 @@ class Generation:
 
     def write(self, offset: int, data: Buffer) -> None:
         """Write `data` at `offset`. Raises NoSpaceError or BackendError; then the old bytes may be partly replaced."""
+        written = self.try_write(offset, data)
+        assert written, f"{self} is frozen or deleted: the write needs a new generation"
+
+    def try_write(self, offset: int, data: Buffer) -> bool:
+        """As `write`; False, with nothing written, when the generation was frozen or deleted meanwhile."""
         view = memoryview(data).cast("B")
         end = offset + len(view)
         if not view:
-            return
+            return True
         with self._lock:
-            assert not self.frozen, f"{self} never changes again: the write needs a new generation"
-            assert not self._deleted, f"{self} was deleted"
+            if self.frozen or self._deleted:
+                return False
             if self._memory is not None:
                 growth = max(0, end - len(self._memory))
                 if end <= limits.INLINE_BYTES and self._staging._count(self, growth):
                     self._memory.extend(bytes(growth))
                     self._memory[offset:end] = view
-                    return
+                    return True
                 self._spill(self._memory)
             file = self._file() if self._exists else self._create()
             self._write_all(file, offset, view)
             self._writes += 1
             self._mark(offset, end)
+            return True
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out` from `offset` on; what was never written reads as zeros.

@@ -132,6 +132,7 @@ def test_a_frozen_generation_refuses_writes(staging: Staging) -> None:
     generation.frozen = True
     with pytest.raises(AssertionError, match="needs a new generation"):
         generation.write(0, b"lost")
+    assert not generation.try_write(0, b"lost")
     assert read(generation, 0, 4) == b"kept"
 
 
