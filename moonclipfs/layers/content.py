@@ -120,6 +120,10 @@ class Content:
         self._prune()
         return [self._generations[number] for number in sorted(self._generations)]
 
+    def begin(self, generation: Generation) -> None:
+        """A new generation takes the writes from now on. If none succeeds, `unused` returns it."""
+        self._take(generation)
+
     def wrote(self, generation: Generation, offset: int, length: int) -> None:
         """A range was written to `generation`, which takes the writes from now on. A gap before it is a hole."""
         assert not generation.frozen, f"{generation} is frozen: the write needs a new one"
@@ -265,6 +269,5 @@ class Content:
         named = self._map.values()
         for number in [number for number in self._generations if PART_STAGED + number not in named]:
             generation = self._generations.pop(number)
-            if generation is self._writable:
-                self._writable = None
+            generation.frozen = True  # a write that is under way must not bring it back
             self._dropped.append(generation)

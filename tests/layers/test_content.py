@@ -289,6 +289,21 @@ def test_a_content_cut_between_two_freezes_of_one_number_is_not_the_recipe_of_th
     assert content.exact and content.recipe == b"2" * 32
 
 
+def test_a_generation_that_is_not_needed_any_more_takes_no_writes() -> None:
+    """Whether no write to it ever succeeded, or what was written was cut off."""
+    content, empty, cut = Content(), cast("Generation", Named(1)), cast("Generation", Named(2))
+    content.begin(empty)
+    assert content.generation is empty
+    assert content.unused() == [empty] and content.generation is None
+    content.begin(cut)
+    content.wrote(cut, 10, 10)
+    assert content.unused() == []
+    content.truncate(5)
+    assert content.unused() == [cut] and content.unused() == []
+    with pytest.raises(AssertionError, match="frozen"):
+        content.wrote(cut, 10, 10)
+
+
 def test_a_frozen_generation_takes_no_writes() -> None:
     content, generation = Content(), cast("Generation", Named(1))
     content.wrote(generation, 0, 10)
