@@ -173,6 +173,12 @@ KEEP_VERSIONS = 3
 """Automatic versions of a name that are kept."""
 KEEP_DELETED_SECONDS = 7 * 24 * 3600.0
 """How long what was removed stays in `@versions`, while the disk has room."""
+HINTS = 4096
+"""Replaced files that are remembered until what replaced them is encoded, and lines looked at for one batch."""
+HINT_DEPTH = 8
+"""Directories above a new file whose siblings are looked at for its like."""
+HINT_SIBLINGS = 64
+"""Of these, at most so many."""
 ENCODE_CORE_SHARE = 0.25
 """Of the cores, for encoding in the background."""
 

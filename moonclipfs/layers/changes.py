@@ -157,7 +157,11 @@ class Changes(NameSync):
                 self.check_unmoved()
                 if self._names_move(place, exchange):
                     return True
-            self.record(self._prepare_rename(place, inode, victim, exchange, now_ns))
+            rename = self._prepare_rename(place, inode, victim, exchange, now_ns)
+            self.before_rename(inode, victim)
+            if exchange and victim is not None:
+                self.before_rename(victim, inode)
+            self.record(rename)
             self._replaced(new_directory, new_name, victim, exchange, now_ns)
             return False
 
@@ -222,6 +226,10 @@ class Changes(NameSync):
             self._change(inode, SetXattr(inode.number, name, None, now_ns))
 
         self.run(body, wait)
+
+    def adopt(self, inode: Inode, *, wait: bool = True) -> None:
+        """Make an inode own, before its contents change. Raises NotFoundError for one that is not there any more."""
+        self.run(lambda: self._adopt(inode), wait)
 
     # Under the lock
 

@@ -41,6 +41,8 @@ class Core:
         self.root = self.state.root
         self.base = Base(store)
         self.view = View(store.names())
+        self.before_rename: Callable[[Inode, Inode | None], None] = lambda inode, replaced: None
+        """Called under the lock: the first inode is about to take the place of the other, if there is one."""
 
     @property
     def counter(self) -> int:

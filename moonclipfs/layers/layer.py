@@ -10,23 +10,33 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moonclipfs import limits
 from moonclipfs.layers.changes import Changes
+from moonclipfs.layers.files import Files, OpenFile
+from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.jobs import Job
 from moonclipfs.layers.journal import Journal
 from moonclipfs.layers.records import SetAttributes, Whole
+from moonclipfs.layers.replay import Recovery, replay
 from moonclipfs.layers.staging import Staging
 from moonclipfs.layers.wholes import apply_whole
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import LayerLock, make_layer
 from moonclipfs.store.store import Store
+from moonclipfs.types import ObjectId
 
 
 class Layer(Changes):
     """A layer that this process holds. Thread-safe."""
 
+    files: Files
+    recovery: Recovery
+    """What opening it found."""
     _lock_file: LayerLock
 
     @classmethod
@@ -55,7 +65,10 @@ class Layer(Changes):
             layer._lock_file = lock
             place = directory / "staging" if staging is None else staging / f"{store.config.store_id}-{name}"
             layer.staging = Staging(place, staging_limit, ops)
-            layer.journal = Journal(directory / "journal", ops, lock=layer.lock, layer_id=layer_id)
+            layer.journal = Journal(
+                directory / "journal", ops, lambda: layer.files.log.before_commit(), lock=layer.lock, layer_id=layer_id
+            )
+            layer.files = Files(layer)
             try:
                 layer._recover()
             except BaseException:
@@ -71,13 +84,47 @@ class Layer(Changes):
         self.journal.close()
         self._lock_file.release()
 
+    # Contents of files, see `files.py`, `contentlog.py` and `jobs.py`
+
+    def open_file(self, inode: Inode, *, write: bool, privileged: bool = False, wait: bool = True) -> OpenFile:
+        """See `Files.open`."""
+        return self.files.open(inode, write=write, privileged=privileged, wait=wait)
+
+    def truncate(self, inode: Inode, size: int, now_ns: int, *, privileged: bool = False, wait: bool = True) -> None:
+        """See `Files.truncate`."""
+        self.files.truncate(inode, size, now_ns, privileged=privileged, wait=wait)
+
+    def sync_all(self) -> None:
+        """See `Files.sync_all`."""
+        self.files.sync_all()
+
+    def sync_directory(self, directory: Inode) -> None:
+        """The names in a directory, and all else that is in the journal, are durable when this returns."""
+        self.files.log.commit()
+
+    def take_jobs(
+        self, now: float, *, urgent: bool = False, inodes: Collection[Inode] | None = None, pressure: bool = False
+    ) -> list[Job]:
+        """See `Jobs.take`."""
+        return self.files.jobs.take(now, urgent=urgent, inodes=inodes, pressure=pressure)
+
+    def stored(self, job: Job, recipe: ObjectId, size: int) -> None:
+        """See `Jobs.stored`."""
+        self.files.jobs.stored(job, recipe, size)
+
+    def give_up(self, job: Job, message: str) -> None:
+        """See `Jobs.give_up`."""
+        self.files.jobs.give_up(job, message)
+
+    def staged(self) -> dict[str, Any]:
+        """See `Jobs.staged`."""
+        return self.files.jobs.staged()
+
     def _recover(self) -> None:
-        state, fresh = self.state, True
+        state = self.state
         state.handle(Whole, partial(apply_whole, state))
-        for record in self.journal.replay():
-            state.apply(record)
-            fresh = False
-        if fresh:
+        self.recovery = replay(self, self.files)
+        if not self.recovery.records:
             now_ns, root = time.time_ns(), self.root
             self.record(SetAttributes(root.number, root.mode, root.uid, root.gid, now_ns, now_ns, now_ns))
         self._catch_up()

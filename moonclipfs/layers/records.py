@@ -166,13 +166,17 @@ class Captured(NamedTuple):
 
 
 class Sealed(NamedTuple):
-    """A capture was published as a version, bound by log record `sequence`; sequence 0: it was given up."""
+    """A capture was published as a version, bound by log record `sequence`; sequence 0: it was given up.
+
+    `directories` are the captured directories by inode number, as they are in the version.
+    """
 
     capture: int
     path: bytes
     version: int
     sequence: int
     root: ObjectId
+    directories: tuple[tuple[int, ObjectId], ...] = ()
 
 
 class Dropped(NamedTuple):

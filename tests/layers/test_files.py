@@ -1,0 +1,245 @@
+"""Open files of a layer: what is read is what was written, whatever happens to it meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from moonclipfs import limits
+from moonclipfs.errors import (
+    DirectoryError,
+    LimitError,
+    StagingFullError,
+    UsageError,
+)
+from moonclipfs.layers.layer import Layer
+from moonclipfs.store.store import Store
+from moonclipfs.types import EntryType
+from tests.layers.filekit import encode, make_file, read_all, staging_names, write_file
+
+KIB = 1024
+
+
+@pytest.fixture
+def layer(store: Store) -> Iterator[Layer]:
+    opened = Layer.open(store, "test")
+    yield opened
+    opened.close()
+
+
+def test_bytes_come_back(layer: Layer) -> None:
+    inode = make_file(layer, b"a")
+    with_file = layer.open_file(inode, write=True)
+    assert with_file.write(0, b"hello", 5) == 5
+    assert with_file.write(10, b"world", 6) == 5
+    assert with_file.size == 15
+    assert with_file.read(0, 100) == b"hello" + bytes(5) + b"world"
+    assert with_file.cached(0, 5) == b"hello"
+    out = bytearray(20)
+    assert with_file.read_into(3, memoryview(out)) == 12
+    assert (inode.mtime_ns, inode.ctime_ns) == (6, 6)
+    with_file.close()
+
+
+def test_large_writes_go_to_a_file(layer: Layer) -> None:
+    data = os.urandom(3 * limits.INLINE_BYTES)
+    inode = write_file(layer, b"large", data)
+    assert read_all(layer, inode) == data
+    assert len(staging_names(layer)) == 1
+
+
+def test_small_files_make_no_files(layer: Layer) -> None:
+    for number in range(50):
+        write_file(layer, b"%d" % number, os.urandom(4096))
+    assert staging_names(layer) == []
+
+
+def test_encoded_content_is_read_from_the_store(layer: Layer) -> None:
+    data = os.urandom(3 * limits.INLINE_BYTES)
+    inode = write_file(layer, b"large", data)
+    reader = layer.open_file(inode, write=False)
+    before = reader.read(0, 10)
+    (job,) = layer.take_jobs(0.0, urgent=True)
+    assert reader.read(0, len(data)) == data
+    encode(layer, job)
+    assert reader.read(0, len(data)) == data and before == data[:10]
+    layer.sync_all()
+    assert staging_names(layer) == [] and layer.staging.used == 0
+    reader.close()
+    assert read_all(layer, inode) == data
+
+
+def test_a_write_over_stored_content(layer: Layer) -> None:
+    data = os.urandom(3 * limits.INLINE_BYTES)
+    inode = write_file(layer, b"large", data)
+    encode(layer, *layer.take_jobs(0.0, urgent=True))
+    file = layer.open_file(inode, write=True)
+    file.write(100, b"x" * 50, 9)
+    expected = data[:100] + b"x" * 50 + data[150:]
+    assert file.read(0, len(data)) == expected
+    file.close()
+    encode(layer, *layer.take_jobs(0.0, urgent=True))
+    assert read_all(layer, inode) == expected
+
+
+def test_writes_while_it_is_encoded(layer: Layer) -> None:
+    data = os.urandom(3 * limits.INLINE_BYTES)
+    inode = write_file(layer, b"large", data)
+    (job,) = layer.take_jobs(0.0, urgent=True)
+    file = layer.open_file(inode, write=True)
+    file.write(0, b"new", 9)
+    encode(layer, job)
+    assert file.read(0, len(data)) == b"new" + data[3:]
+    file.close()
+    encode(layer, *layer.take_jobs(0.0, urgent=True))
+    layer.sync_all()
+    assert read_all(layer, inode) == b"new" + data[3:] and layer.staging.used == 0
+
+
+def test_who_reads_keeps_what_it_found(layer: Layer) -> None:
+    data = os.urandom(3 * limits.INLINE_BYTES)
+    inode = write_file(layer, b"large", data)
+    assert inode.content is not None
+    (part,) = inode.content.parts(0, len(data))
+    encode(layer, *layer.take_jobs(0.0, urgent=True))
+    layer.sync_all()
+    assert staging_names(layer) == []
+    out = bytearray(len(data))
+    assert part.generation is not None
+    part.generation.read_into(0, memoryview(out))
+    assert out == data
+
+
+def test_truncate_and_extend(layer: Layer) -> None:
+    inode = write_file(layer, b"a", b"0123456789")
+    layer.truncate(inode, 4, 7)
+    layer.truncate(inode, 8, 8)
+    assert read_all(layer, inode) == b"0123" + bytes(4)
+    assert layer.stat(inode).size == 8 and inode.mtime_ns == 8
+    layer.truncate(inode, 1 << 40, 9)
+    file = layer.open_file(inode, write=False)
+    assert file.read((1 << 40) - 3, 10) == bytes(3)
+    file.close()
+    with pytest.raises(LimitError):
+        layer.truncate(inode, limits.FILE_BYTES + 1, 9)
+
+
+def test_set_ids_are_cleared_by_writes_of_others(layer: Layer) -> None:
+    inode = make_file(layer, b"a", 0o6775)
+    file = layer.open_file(inode, write=True)
+    file.write(0, b"x", 5)
+    assert inode.mode == 0o775
+    file.close()
+    inode = make_file(layer, b"b", 0o6765)
+    layer.truncate(inode, 5, 5)
+    assert inode.mode == 0o2765
+    inode = make_file(layer, b"c", 0o6775)
+    file = layer.open_file(inode, write=True, privileged=True)
+    file.write(0, b"x", 5)
+    assert inode.mode == 0o6775
+    file.close()
+
+
+def test_what_is_no_file_is_not_opened(layer: Layer) -> None:
+    with pytest.raises(DirectoryError):
+        layer.open_file(layer.root, write=False)
+    link = layer.make(layer.root, b"link", EntryType.SYMLINK, 0o777, 0, 0, 1, target=b"x")
+    with pytest.raises(UsageError):
+        layer.open_file(link, write=False)
+    file = layer.open_file(make_file(layer, b"a"), write=False)
+    with pytest.raises(UsageError):
+        file.write(0, b"x", 1)
+    file.close()
+
+
+def test_an_unlinked_file_lives_until_it_is_closed(layer: Layer) -> None:
+    data = os.urandom(3 * limits.INLINE_BYTES)
+    inode = write_file(layer, b"a", data)
+    file = layer.open_file(inode, write=True)
+    layer.unlink(layer.root, b"a", 9)
+    assert file.read(0, len(data)) == data
+    file.write(0, b"abc", 10)
+    file.sync()
+    assert file.read(0, 5) == b"abc" + data[3:5]
+    file.close()
+    layer.sync_all()
+    assert staging_names(layer) == [] and layer.staging.used == 0
+    assert layer.take_jobs(0.0, urgent=True) == []
+
+
+def test_a_removed_temporary_file_is_never_encoded(layer: Layer) -> None:
+    write_file(layer, b"a", os.urandom(3 * limits.INLINE_BYTES))
+    layer.unlink(layer.root, b"a", 9)
+    assert staging_names(layer) == [] and layer.staging.used == 0
+    assert layer.take_jobs(0.0, urgent=True) == []
+
+
+def test_staging_limit(store: Store) -> None:
+    layer = Layer.open(store, "test", staging_limit=1 << 20)
+    try:
+        inode = make_file(layer, b"a")
+        file = layer.open_file(inode, write=True)
+        file.write(0, bytes(1 << 20), 1)
+        with pytest.raises(StagingFullError):
+            file.write(1 << 20, b"x", 2)
+        assert file.size == 1 << 20
+        encode(layer, *layer.take_jobs(0.0, urgent=True, pressure=True))
+        layer.sync_all()
+        assert file.write(1 << 20, b"x", 3) == 1
+        file.close()
+    finally:
+        layer.close()
+
+
+def test_writers_and_the_encoder_at_once(layer: Layer) -> None:
+    """Writes of all sizes, reads, freezes and stores, in threads: what is read in the end is what was written."""
+    inode = make_file(layer, b"a")
+    size = 2 << 20
+    truth = bytearray(size)
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        return run
+
+    def write(half: int) -> None:
+        import random
+
+        rng = random.Random(half)
+        file = layer.open_file(inode, write=True)
+        for step in range(120):
+            length = rng.choice([1, 500, 4096, 100_000, 300_000])
+            offset = half * size // 2 + rng.randrange(size // 2 - length)
+            data = bytes([step % 255 + 1]) * length
+            file.write(offset, data, step)
+            truth[offset : offset + length] = data
+            assert file.read(offset, length) == data
+        file.close()
+
+    def encoder() -> None:
+        while not stop.is_set():
+            for job in layer.take_jobs(0.0, urgent=True, pressure=True):
+                encode(layer, job)
+            layer.sync_all()
+
+    writers = [threading.Thread(target=guarded(lambda half=half: write(half))) for half in (0, 1)]  # type: ignore[misc]
+    background = threading.Thread(target=guarded(encoder))
+    for thread in (*writers, background):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    background.join()
+    assert not failures
+    found = read_all(layer, inode)
+    assert found == truth[: len(found)] and not any(truth[len(found) :])
