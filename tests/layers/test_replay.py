@@ -1,0 +1,335 @@
+"""What a layer is after its process was killed, or the power failed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from moonclipfs import limits
+from moonclipfs.errors import CorruptError
+from moonclipfs.layers import journal
+from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.records import Contents
+from moonclipfs.store.store import Store
+from tests.layers.filekit import encode, make_file, overwrite, read_all, staging_names, write_file
+
+BIG = 2 * limits.INLINE_BYTES
+Crash = Callable[..., AbstractContextManager[Layer]]
+
+
+@pytest.fixture
+def layer(store: Store) -> Iterator[Layer]:
+    opened = Layer.open(store, "test")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def crash(layer: Layer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Crash:
+    """A context manager: the layer as the next process finds it, with `power` as the next start of the machine does."""
+    count = 0
+
+    @contextmanager
+    def crashed(*, power: bool = False) -> Iterator[Layer]:
+        nonlocal count
+        count += 1
+        root = tmp_path / f"crash{count}"
+        shutil.copytree(layer.store.path, root)
+        with monkeypatch.context() as patch:
+            if power:
+                patch.setattr(journal, "_boot", lambda: b"otherboot".ljust(16))
+            with Store.open(root, write=True, index_path=tmp_path / f"crash{count}.sqlite") as copy:
+                found = Layer.open(copy, "test")
+                try:
+                    yield found
+                finally:
+                    found.close()
+
+    return crashed
+
+
+def content(layer: Layer, path: bytes) -> bytes:
+    return read_all(layer, layer.resolve(path))
+
+
+@pytest.mark.parametrize("size", [100, BIG])
+def test_a_closed_file_survives_a_kill(layer: Layer, crash: Crash, size: int) -> None:
+    data = os.urandom(size)
+    write_file(layer, b"a", data)
+    with crash() as found:
+        assert content(found, b"a") == data
+        assert found.recovery.staged_files == 1 and found.recovery.orphans == 0
+        assert "1 files" in str(found.recovery)
+        (job,) = found.take_jobs(0.0, urgent=True)
+        encode(found, job)
+        found.sync_all()
+        assert content(found, b"a") == data and staging_names(found) == []
+
+
+@pytest.mark.parametrize("size", [100, BIG])
+def test_a_new_file_that_was_not_synced(layer: Layer, crash: Crash, size: int) -> None:
+    """After a power failure it is absent or a prefix; small ones are in the journal, as durable as their names."""
+    data = os.urandom(size)
+    write_file(layer, b"a", data)
+    layer.sync_directory(layer.root)
+    with crash(power=True) as found:
+        assert content(found, b"a") == (data if size == 100 else b"")
+
+
+@pytest.mark.parametrize("size", [100, BIG])
+def test_what_was_synced_survives_a_power_failure(layer: Layer, crash: Crash, size: int) -> None:
+    data = os.urandom(size)
+    file = layer.open_file(make_file(layer, b"a"), write=True)
+    file.write(0, data, 1)
+    file.sync()
+    file.write(0, b"later", 2)
+    with crash(power=True) as found:
+        expected = b"later" + data[5:] if size == BIG else data
+        assert content(found, b"a") in (data, expected)
+    with crash() as found:
+        assert content(found, b"a") in (data, expected)
+    file.close()
+    with crash() as found:
+        assert content(found, b"a") == b"later" + data[5:]
+
+
+@pytest.mark.parametrize("size", [100, BIG])
+@pytest.mark.parametrize("power", [False, True])
+def test_a_replaced_content_is_old_or_new(layer: Layer, crash: Crash, size: int, power: bool) -> None:
+    old, new = os.urandom(size), os.urandom(size)
+    inode = write_file(layer, b"a", old)
+    layer.sync_all()
+    file = layer.open_file(inode, write=True)
+    layer.truncate(inode, 0, 5)
+    with crash(power=power) as found:
+        assert content(found, b"a") == old
+    file.write(0, new[: size // 2], 6)
+    layer.sync_all()
+    with crash(power=power) as found:
+        assert content(found, b"a") == old
+    file.write(size // 2, new[size // 2 :], 6)
+    file.close()
+    layer.sync_directory(layer.root)
+    with crash(power=power) as found:
+        assert content(found, b"a") == (old if power and size == BIG else new)
+    layer.sync_all()
+    with crash(power=power) as found:
+        assert content(found, b"a") == new
+        found.sync_all()
+        assert len(staging_names(found)) == (size == BIG)
+    assert len(staging_names(layer)) == (size == BIG)
+
+
+@pytest.mark.parametrize("size", [100, BIG])
+def test_a_rename_over_is_old_or_new(layer: Layer, crash: Crash, size: int) -> None:
+    old, new = os.urandom(size), os.urandom(size)
+    write_file(layer, b"a", old)
+    layer.sync_all()
+    file = layer.open_file(make_file(layer, b"tmp"), write=True)
+    file.write(0, new, 6)
+    layer.rename(layer.root, b"tmp", layer.root, b"a", 7)
+    with crash() as found:
+        assert content(found, b"a") == new
+    with crash(power=True) as found:
+        assert content(found, b"a") == old
+    layer.sync_directory(layer.root)
+    with crash(power=True) as found:
+        assert content(found, b"a") == new
+    file.close()
+
+
+def test_fsync_of_one_file_does_not_wait_for_another(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_file(layer, b"large", os.urandom(BIG))
+    synced: list[int] = []
+    file = layer.open_file(make_file(layer, b"small"), write=True)
+    file.write(0, os.urandom(BIG), 1)
+    monkeypatch.setattr(layer.staging.ops, "fdatasync", synced.append)
+    file.sync()
+    assert len(synced) == 2  # its own bytes, and the journal
+    file.close()
+
+
+def test_unsynced_contents_count_for_this_boot_only(layer: Layer, crash: Crash) -> None:
+    """The synced state is kept until the next one is on the disk, through a restart too."""
+    old, new = os.urandom(BIG), os.urandom(BIG)
+    inode = write_file(layer, b"a", old)
+    layer.sync_all()
+    overwrite(layer, inode, new)
+    layer.sync_directory(layer.root)
+    with crash() as found:
+        assert content(found, b"a") == new
+        assert len(staging_names(found)) == 2
+        found.sync_all()
+        assert len(staging_names(found)) == 1 and content(found, b"a") == new
+
+
+def test_stored_content_after_a_power_failure(layer: Layer, crash: Crash) -> None:
+    """Stored is durable, synced or not, and counts for what was stored, not for what was there before."""
+    old, new = os.urandom(BIG), os.urandom(BIG)
+    inode = write_file(layer, b"a", old)
+    layer.sync_all()
+    overwrite(layer, inode, new)
+    (job,) = layer.take_jobs(0.0, urgent=True)
+    encode(layer, job)
+    with crash(power=True) as found:
+        assert content(found, b"a") == old
+    layer.sync_all()
+    with crash(power=True) as found:
+        assert content(found, b"a") == new and found.staged()["staged_files"] == 0
+        assert found.take_jobs(0.0, urgent=True) == []
+
+
+def test_stored_while_a_newer_content_is_not_synced(layer: Layer, crash: Crash) -> None:
+    first, second, third = (os.urandom(BIG) for _ in range(3))
+    inode = write_file(layer, b"a", first)
+    layer.sync_all()
+    overwrite(layer, inode, second)
+    (job,) = layer.take_jobs(0.0, urgent=True)
+    overwrite(layer, inode, third)
+    encode(layer, job)
+    layer.sync_directory(layer.root)
+    assert content(layer, b"a") == third
+    with crash() as found:
+        assert content(found, b"a") == third
+    with crash(power=True) as found:
+        assert content(found, b"a") in (first, second)
+
+
+def test_missing_staging_is_an_error_and_never_zeros(
+    layer: Layer, crash: Crash, expect_log: Callable[[str], None]
+) -> None:
+    data = os.urandom(BIG)
+    write_file(layer, b"a", data)
+    write_file(layer, b"b", data)
+    layer.sync_all()
+    first, second = staging_names(layer)
+    os.unlink(layer.staging.directory / first)
+    os.truncate(layer.staging.directory / second, BIG - 10)
+    with crash() as found:
+        for name in (b"a", b"b"):
+            with pytest.raises(CorruptError):
+                content(found, name)
+
+
+def test_orphans_are_cleared_away(layer: Layer, crash: Crash) -> None:
+    write_file(layer, b"a", os.urandom(BIG))
+    (layer.staging.directory / f"{999:016x}").write_bytes(b"left behind")
+    with crash() as found:
+        assert found.recovery.orphans == 1 and "1 staging files" in str(found.recovery)
+        assert len(staging_names(found)) == 2
+        write_file(found, b"b", os.urandom(BIG))
+        found.sync_all()
+        names = staging_names(found)
+        assert len(names) == 2 and f"{999:016x}" not in names
+        assert int(names[-1], 16) > 999
+
+
+def test_an_open_file_that_was_removed_is_gone(layer: Layer, crash: Crash) -> None:
+    file = layer.open_file(write_file(layer, b"a", os.urandom(BIG)), write=True)
+    layer.unlink(layer.root, b"a", 5)
+    with crash() as found:
+        found.sync_all()
+        assert staging_names(found) == [] and found.names_in(found.root) == [] and found.staging.used == 0
+    file.close()
+
+
+def test_times_and_size_are_replayed(layer: Layer, crash: Crash) -> None:
+    inode = write_file(layer, b"a", b"x" * 100)
+    layer.set_attributes(inode, now_ns=50, mtime_ns=40)
+    layer.truncate(inode, 60, 70)
+    status = layer.stat(inode)
+    with crash() as found:
+        assert found.stat(found.resolve(b"a")) == status
+
+
+# Writing the journal anew
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_checkpoint(layer: Layer, crash: Crash, power: bool) -> None:
+    """Everything is there again: small, large, stored, sparse, replaced and half-written files."""
+    expected = {}
+    for size in (0, 10, BIG):
+        for stored in (False, True):
+            name, data = b"%d.%d" % (size, stored), os.urandom(size)
+            expected[name] = data
+            inode = write_file(layer, name, data)
+            if stored:
+                encode(layer, *layer.take_jobs(0.0, urgent=True, inodes=[inode]))
+    edited = write_file(layer, b"edited", os.urandom(BIG))
+    encode(layer, *layer.take_jobs(0.0, urgent=True, inodes=[edited]))
+    before = content(layer, b"edited")
+    file = layer.open_file(edited, write=True)
+    file.write(5, b"edit", 9)
+    layer.truncate(edited, BIG + 1000, 9)
+    file.close()
+    expected[b"edited"] = before[:5] + b"edit" + before[9:] + bytes(1000)
+    replaced = write_file(layer, b"replaced", os.urandom(BIG))
+    expected[b"replaced"] = content(layer, b"replaced")
+    layer.sync_all()
+    writer = layer.open_file(replaced, write=True)
+    layer.truncate(replaced, 0, 11)
+    writer.write(0, os.urandom(BIG // 2), 12)
+    layer.files.checkpoint()
+    with crash(power=power) as found:
+        assert {name: content(found, name) for name in found.names_in(found.root)} == expected
+        assert len(found.names_in(found.root)) == len(expected)
+        encode(found, *found.take_jobs(0.0, urgent=True))
+        found.sync_all()
+        assert {name: content(found, name) for name in found.names_in(found.root)} == expected
+        assert staging_names(found) == [] and found.staging.used == 0
+    writer.write(BIG // 2, os.urandom(BIG // 2), 13)
+    expected[b"replaced"] = writer.read(0, BIG)
+    writer.close()
+    layer.sync_all()
+    with crash(power=power) as found:
+        assert {name: content(found, name) for name in found.names_in(found.root)} == expected
+
+
+def test_checkpoint_keeps_what_power_failures_bring_back(layer: Layer, crash: Crash) -> None:
+    old, new = os.urandom(BIG), os.urandom(BIG)
+    inode = write_file(layer, b"a", old)
+    layer.sync_all()
+    overwrite(layer, inode, new)
+    layer.journal.rewrite(layer.files._records())
+    layer.files.log.rewritten()
+    with crash() as found:
+        assert content(found, b"a") == new
+    with crash(power=True) as found:
+        assert content(found, b"a") == old
+    layer.sync_all()
+    assert len(staging_names(layer)) == 1
+    with crash(power=True) as found:
+        assert content(found, b"a") == new
+
+
+def test_the_journal_is_written_anew_when_it_is_long(
+    layer: Layer, crash: Crash, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "JOURNAL_SEGMENT_BYTES", 100_000)
+    inode = make_file(layer, b"a")
+    for _ in range(40):
+        overwrite(layer, inode, os.urandom(4096))
+    data = content(layer, b"a")
+    layer.sync_all()
+    assert layer.journal.size < 20_000
+    with crash() as found:
+        assert content(found, b"a") == data
+
+
+def test_the_journal_learns_of_contents_at_closes_not_at_writes(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[object] = []
+    monkeypatch.setattr(layer.journal, "append", lambda record, refs=(): records.append(record))
+    file = layer.open_file(make_file(layer, b"a"), write=True)
+    for offset in range(0, BIG, 4096):
+        file.write(offset, bytes(4096), 1)
+    assert not any(isinstance(record, Contents) for record in records)
+    file.flush()
+    file.flush()
+    file.close()
+    assert sum(isinstance(record, Contents) for record in records) == 1
