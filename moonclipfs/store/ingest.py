@@ -77,19 +77,18 @@ class Intake:
         """Has a thread for each core that this process may use, as far as the memory is enough: see `use_pool`."""
         self._sink = sink
         self._rules = rules
-        self._pools = [ThreadPoolExecutor(worker_count(), "ingest")]
+        self._own_pool = self._pool = ThreadPoolExecutor(worker_count(), "ingest")
         self._lock = threading.Lock()
         self._flights: dict[ObjectId, Future[Location]] = {}
         self.stats = IngestStats()
 
     def close(self) -> None:
         """Stop the workers."""
-        for pool in self._pools:
-            pool.shutdown(cancel_futures=True)
+        self._own_pool.shutdown(cancel_futures=True)
 
     def use_pool(self, pool: ThreadPoolExecutor) -> None:
-        """Let the threads of `pool` do what is begun from here on; `close` stops them. Any thread may call it."""
-        self._pools.append(pool)
+        """Let the threads of `pool`, which stays the caller's, do what is begun from here on. Thread-safe."""
+        self._pool = pool
 
     def put_file(
         self,
@@ -150,11 +149,10 @@ class Intake:
                     future, freed = working.popleft()
                     yield future.result()
                     in_work -= freed
-                pool = self._pools[-1]
                 if known is None:
-                    working.append((pool.submit(self._put_piece, source, piece, base), cost))
+                    working.append((self._pool.submit(self._put_piece, source, piece, base), cost))
                 else:
-                    working.append((pool.submit(self._keep_piece, source, piece, base, known), cost))
+                    working.append((self._pool.submit(self._keep_piece, source, piece, base, known), cost))
                 in_work += cost
             while working:
                 yield working.popleft()[0].result()

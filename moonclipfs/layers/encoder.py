@@ -1,0 +1,453 @@
+"""Encoding in the background: what is staged in a layer becomes objects of its store, in a process of its own.
+
+This half, in the mount, decides what is encoded when, and journals what became of it; it touches no file's bytes but
+those that are staged in memory. A file goes through: taken from the layer, encoded, durable with its batch, journalled,
+released. Until it is journalled, its staged bytes are the truth.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moonclipfs import limits
+from moonclipfs.errors import BackendError, BusyError, LeaseLostError, MoonclipError, NoSpaceError, UsageError
+from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.records import PART_STAGED
+from moonclipfs.layers.wire import error_of
+from moonclipfs.layers.workerprocess import WorkerDiedError, WorkerProcess
+from moonclipfs.types import ObjectId
+
+if TYPE_CHECKING:
+    from moonclipfs.layers.jobs import Job
+    from moonclipfs.layers.layer import Layer
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.5
+_ALONE = frozenset({"reclaim"})
+"""Operations during which nothing is encoded, unless they are to tell only what they would do (`preview`): the hold of
+a batch would keep gc from deleting."""
+_CRASHES = 2
+"""A file at which the process died so often, the last time alone, is not tried again before somebody waits for it."""
+
+
+class _Task:
+    """A job on its way. Changed under the encoder's lock."""
+
+    __slots__ = ("attempts", "crashes", "done", "due", "error", "job", "recipe", "size")
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.crashes = 0
+        self.attempts = 0
+        self.due = 0.0
+        """When it is tried again, by the monotonic clock."""
+        self.error: MoonclipError | None = None
+        """Why it failed last; None again once it is on its way."""
+        self.done = False
+        self.recipe: ObjectId = b""
+        self.size = 0
+
+
+class _Batch:
+    """Encoded files that are not durable yet."""
+
+    def __init__(self) -> None:
+        self.tasks: list[_Task] = []
+        self.bytes = 0
+        self.process: WorkerProcess | None = None
+        """That has them."""
+        self.began = self.grew = 0.0
+        self.failing = False
+        """It met a full disk: to go on is useless."""
+
+
+class Encoder:
+    """Encodes what is staged in a layer. Thread-safe."""
+
+    def __init__(self, layer: Layer, store_path: Path) -> None:
+        """Nothing happens before `start`."""
+        self._layer = layer
+        self._store_path = store_path
+        self._changed = threading.Condition()
+        self._waiting: deque[_Task] = deque()
+        self._failed: list[_Task] = []
+        self._working: list[_Task] = []
+        self._batch = _Batch()
+        self._urgent = 0
+        """How many callers wait for everything."""
+        self._alone = 0
+        """How many callers want nothing to be encoded."""
+        self._stopping = threading.Event()
+        self._encoded_bytes = 0
+        self._process: WorkerProcess | None = None
+        self._process_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="moonclipfs encoder", daemon=True)
+
+    def start(self) -> None:
+        """Begin to encode. The process is started when there is something for it to do."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, and leave no process. What is not journalled yet stays staged. Harmless when repeated."""
+        with self._changed:
+            self._stopping.set()
+            self._changed.notify_all()
+        self._discard_process()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Look for work now: staging may be nearly full."""
+        with self._changed:
+            self._hurry()
+            self._changed.notify_all()
+
+    def drain(self, inodes: Collection[Inode] | None = None, timeout: float | None = None) -> None:
+        """Return when all that is staged now, or of these files, is stored, durable and journalled.
+
+        Takes all cores meanwhile. Files that are open for writing are left out. Raises the first error of a file that
+        cannot be stored, BusyError after `timeout` seconds.
+        """
+        numbers = None if inodes is None else {inode.number for inode in inodes}
+        with self._changed:
+            if self._stopping.is_set():
+                raise BusyError("encoding was stopped")
+            self._urgent += 1
+            try:
+                self._take(urgent=True, inodes=inodes)
+                tasks = [one for one in self._all() if numbers is None or one.job.inode in numbers]
+                self._retry([one for one in tasks if one.error is not None])
+                self._hurry()
+                self._changed.notify_all()
+                ended = self._changed.wait_for(
+                    lambda: self._stopping.is_set() or all(one.done or one.error for one in tasks), timeout
+                )
+            finally:
+                self._urgent -= 1
+        errors = [one.error for one in tasks if one.error is not None]
+        if errors:
+            raise errors[0]
+        if not all(one.done for one in tasks):
+            left = sum(not one.done for one in tasks)
+            why = f"after {timeout:.0f} s" if timeout is not None and not ended else "when encoding was stopped"
+            raise BusyError(f"{left} files were not stored {why}; their bytes stay staged")
+
+    def call(self, op: str, **arguments: Any) -> Any:
+        """Let the process do an operation of `worker.OPERATIONS`, and return what it returns.
+
+        Raises its errors, and BackendError (WorkerDiedError) when it died: try again.
+        """
+        if op not in _ALONE or arguments.get("preview"):
+            return self._running().ask("call", name=op, arguments=arguments)["value"]
+        with self._nothing_else():
+            return self._running().ask("call", name=op, arguments=arguments)["value"]
+
+    def status(self) -> dict[str, Any]:
+        """Counts of files waiting, being encoded and encoded but not durable; bytes encoded so far; what failed."""
+        with self._changed:
+            process = self._process
+            return {
+                "waiting": len(self._waiting),
+                "encoding": len(self._working),
+                "finishing": len(self._batch.tasks),
+                "encoded_bytes": self._encoded_bytes,
+                "failed": [_describe(one) for one in self._failed[: limits.HOLDERS_NAMED]],
+                "failures": len(self._failed),
+                "pid": process.pid if process is not None and process.death is None else None,
+                "urgent": self._is_urgent(),
+            }
+
+    # What to do next; under the lock.
+
+    def _all(self) -> Iterator[_Task]:
+        yield from self._batch.tasks
+        yield from self._working
+        yield from self._waiting
+        yield from self._failed
+
+    def _is_urgent(self) -> bool:
+        return self._urgent > 0 or self._has_pressure()
+
+    def _has_pressure(self) -> bool:
+        staging = self._layer.staging
+        return staging.used > staging.limit * limits.STAGING_PRESSURE_SHARE
+
+    def _take(self, *, urgent: bool = False, inodes: Collection[Inode] | None = None) -> None:
+        """Take over what the layer has for us."""
+        pressure = inodes is None and self._has_pressure()
+        jobs = self._layer.take_jobs(time.monotonic(), urgent=urgent or pressure, inodes=inodes, pressure=pressure)
+        self._waiting.extend(_Task(job) for job in jobs)
+
+    def _retry(self, tasks: Collection[_Task]) -> None:
+        for task in tasks:
+            task.error = None
+            self._failed.remove(task)
+            self._waiting.append(task)
+
+    def _hurry(self) -> None:
+        """Let what is being encoded go on with all cores."""
+        if self._process is not None and self._is_urgent():
+            self._process.tell("urgent", urgent=True)
+
+    def _chunk(self) -> list[_Task]:
+        """The files to encode next. One at which the process may have died goes alone."""
+        chunk: list[_Task] = []
+        size = 0
+        while self._waiting and len(chunk) < limits.ENCODE_CHUNK_FILES:
+            task = self._waiting[0]
+            if self._is_gone(task):
+                self._waiting.popleft()
+                continue
+            if chunk and (task.crashes or size + task.job.size > limits.ENCODE_CHUNK_BYTES):
+                break
+            chunk.append(self._waiting.popleft())
+            size += task.job.size
+            if task.crashes:
+                break
+        return chunk
+
+    def _is_gone(self, task: _Task) -> bool:
+        """Whether the file of a task was deleted meanwhile, or stored otherwise: then nothing is left to do for it."""
+        if self._layer.files.jobs.is_wanted(task.job):
+            return False
+        self._layer.give_up(task.job, "the file is gone")
+        task.error, task.done = None, True
+        self._changed.notify_all()
+        return True
+
+    def _batch_is_due(self) -> bool:
+        batch, now = self._batch, time.monotonic()
+        if not batch.tasks:
+            return False
+        if batch.failing or batch.bytes >= limits.ENCODE_BATCH_BYTES or self._alone:
+            return True
+        if not self._waiting and self._is_urgent():
+            return True
+        return now - batch.began > limits.ENCODE_BATCH_SECONDS or now - batch.grew > limits.ENCODE_IDLE_SECONDS
+
+    # The thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._stopping.is_set():
+                    return
+                complete, chunk = self._next()
+                if not complete and not chunk:
+                    self._changed.wait(_TICK_SECONDS)
+                    continue
+                self._working = chunk
+            try:
+                if complete:
+                    self._complete()
+                else:
+                    self._encode(chunk)
+            except WorkerDiedError as error:
+                self._after_death(error)
+            except Exception as error:
+                if self._stopping.is_set():
+                    return
+                if not isinstance(error, MoonclipError):
+                    log.exception("encoding failed by an unexpected error")
+                self._fail([*self._working, *self._take_batch().tasks], _as_ours(error))
+            with self._changed:
+                self._working = []
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[bool, list[_Task]]:
+        """Whether the batch is to be made durable now, else the files to encode."""
+        try:
+            self._take(urgent=self._urgent > 0)
+        except MoonclipError as error:
+            log.warning("cannot tell what is to be encoded: %s", error)
+        process, now = self._batch.process, time.monotonic()
+        if process is not None and process.death is not None:
+            self._begin_again(self._take_batch().tasks, process.death)
+        self._failed = [one for one in self._failed if not self._is_gone(one)]
+        self._retry([one for one in self._failed if one.due <= now])
+        if self._batch_is_due():
+            return True, []
+        return False, [] if self._alone else self._chunk()
+
+    def _encode(self, chunk: list[_Task]) -> None:
+        messages = []
+        for task in chunk:
+            try:
+                messages.append(_message(task.job))
+            except MoonclipError as error:
+                self._fail([task], error)
+        if not messages:
+            return
+        with self._changed:
+            urgent = self._is_urgent()
+        process = self._batch.process or self._running()
+        answer = process.ask("encode", jobs=messages, urgent=urgent)
+        by_number = {task.job.number: task for task in chunk}
+        failures = []
+        with self._changed:
+            batch, now = self._batch, time.monotonic()
+            batch.process = process
+            batch.began = batch.began or now
+            for number, *result in answer["results"]:
+                task = by_number[number]
+                if isinstance(result[0], str):
+                    failures.append((task, error_of({"error": result[0], "message": result[1]})))
+                    continue
+                task.recipe, task.size = result
+                task.crashes = 0
+                batch.tasks.append(task)
+                batch.bytes += task.size
+                self._encoded_bytes += task.size
+            batch.grew = now
+        for task, failure in failures:
+            if isinstance(failure, LeaseLostError):
+                raise failure
+            batch.failing = batch.failing or isinstance(failure, NoSpaceError)
+            self._fail([task], failure)
+
+    def _complete(self) -> None:
+        """Make the batch durable, journal what became of each file, and let the process go on."""
+        batch, process = self._batch, self._batch.process
+        assert process is not None
+        process.ask("complete")
+        stored: list[_Task] = []
+        for task in batch.tasks:
+            try:
+                self._layer.stored(task.job, task.recipe, task.size)
+                stored.append(task)
+            except MoonclipError as error:
+                self._fail([task], error)
+        self._layer.journal.commit()
+        with self._changed:
+            self._batch = _Batch()
+            for task in stored:
+                task.done = True
+        process.ask("release")
+
+    def _take_batch(self) -> _Batch:
+        with self._changed:
+            batch, self._batch = self._batch, _Batch()
+            return batch
+
+    def _begin_again(self, tasks: list[_Task], death: WorkerDiedError) -> None:
+        """Encode these again before all others: the process that did so is gone, and with it what was not durable."""
+        log.warning("%s; %d files are encoded again", death, len(tasks))
+        with self._changed:
+            self._waiting.extendleft(reversed(tasks))
+
+    def _fail(self, tasks: Iterable[_Task], error: MoonclipError, *, again: bool = True) -> None:
+        """Keep files staged, and try again later."""
+        for task in tasks:
+            if task.done or task.error is not None:
+                continue
+            with self._changed:
+                if self._is_gone(task):
+                    continue
+                log.warning("%s is not encoded yet, and stays staged: %s", _name(task), error)
+                self._layer.give_up(task.job, str(error))
+                wait = limits.ENCODE_RETRY_SECONDS * 2 ** min(task.attempts, 16)
+                task.attempts += 1
+                task.due = time.monotonic() + min(wait, limits.ENCODE_RETRY_MOST_SECONDS) if again else float("inf")
+                task.error = error
+                self._failed.append(task)
+                self._changed.notify_all()
+        if isinstance(error, LeaseLostError):
+            self._discard_process()
+
+    def _after_death(self, error: WorkerDiedError) -> None:
+        """Encode again, in a new process, what was not durable."""
+        with self._changed:
+            if self._stopping.is_set():
+                return
+            working = [task for task in self._working if task.error is None and not task.done]
+            alone = len(working) == 1
+            for task in working:
+                task.crashes += 1
+            killers = [task for task in working if task.crashes >= _CRASHES and alone]
+            again = [task for task in [*self._take_batch().tasks, *working] if task not in killers]
+        self._begin_again(again, error)
+        for task in killers:
+            self._fail([task], BackendError(f"{_name(task)}: {error}, each time it was encoded"), again=False)
+
+    # The process
+
+    def _running(self) -> WorkerProcess:
+        """The process, started if need be."""
+        with self._process_lock:
+            if self._stopping.is_set():
+                raise BusyError("encoding was stopped")
+            if self._process is not None and self._process.death is not None:
+                self._process.stop()
+                self._process = None
+            if self._process is None:
+                self._process = WorkerProcess(self._store_path, f"encoder of layer {self._layer.name}")
+            return self._process
+
+    def _discard_process(self) -> None:
+        with self._process_lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.stop()
+
+    @contextmanager
+    def _nothing_else(self) -> Iterator[None]:
+        """Wait until nothing is being encoded and the batch is durable; keep it so."""
+        if not self._thread.is_alive():
+            raise UsageError("the encoder was not started, or has been stopped")
+        with self._changed:
+            self._alone += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._stopping.is_set() or not (self._working or self._batch.tasks))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone -= 1
+                self._changed.notify_all()
+
+
+def _message(job: Job) -> dict[str, Any]:
+    """A job as the process gets it. Raises CorruptError, BackendError when bytes staged in memory cannot be read."""
+    parts, data, files = [], [], {}
+    for offset, length, kind, generation in job.parts:
+        number = 0
+        if kind == PART_STAGED and generation is not None:
+            number = generation.number
+            path = generation.path
+            if path is not None:
+                files[number] = path
+            else:
+                staged = bytearray(length)
+                generation.read_into(offset, memoryview(staged))
+                data.append((number, offset, bytes(staged)))
+        parts.append((offset, length, kind, number))
+    return {
+        "number": job.number,
+        "path": job.path,
+        "size": job.size,
+        "parts": parts,
+        "data": data,
+        "files": files,
+        "recipe": job.recipe,
+        "hint": job.hint,
+    }
+
+
+def _name(task: _Task) -> str:
+    return task.job.path.decode(errors="replace") or f"inode {task.job.inode:x}"
+
+
+def _describe(task: _Task) -> dict[str, Any]:
+    return {"path": _name(task), "message": str(task.error), "attempts": task.attempts}
+
+
+def _as_ours(error: Exception) -> MoonclipError:
+    return error if isinstance(error, MoonclipError) else MoonclipError(f"an unexpected error: {error!r}")

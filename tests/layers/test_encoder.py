@@ -1,0 +1,379 @@
+"""Encoding in the background: what is stored, in how many packs, and what a failure, a crash or a kill leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from moonclipfs import limits
+from moonclipfs.errors import BackendError, BusyError, CorruptError, MoonclipError, NotFoundError, UsageError
+from moonclipfs.layers import encoder as encoder_module
+from moonclipfs.layers.encoder import Encoder
+from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.workerprocess import WorkerProcess
+from moonclipfs.store.gc import collect
+from moonclipfs.store.store import Store
+from moonclipfs.types import BytesSource, Kind
+from tests.layers.encoding import StubLayer, generations, read
+from tests.store.kit import noise, packs, publish, series
+from tests.store.test_ingest import floats, safetensors
+
+
+@pytest.fixture
+def layer(tmp_path: Path) -> StubLayer:
+    return StubLayer(tmp_path / "staging")
+
+
+@pytest.fixture
+def encoder(store: Store, layer: StubLayer) -> Iterator[Encoder]:
+    made = Encoder(cast(Layer, layer), store.path)
+    made.start()
+    yield made
+    pid = made.status()["pid"]
+    made.stop()
+    made.stop()
+    assert pid is None or not Path(f"/proc/{pid}").exists()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_staged_files_of_all_kinds_are_stored_as_they_are(store: Store, layer: StubLayer, encoder: Encoder) -> None:
+    contents = [b"", b"tiny", noise(1, 5000), noise(2, 200_000), bytes(300_000), safetensors({"w": ("F32", floats(1))})]
+    jobs = [layer.add(data) for data in contents]
+    assert encoder.status()["pid"] is None, "no process before there is work"
+    encoder.drain()
+    assert layer.commits >= 1
+    assert layer.staging.used == 0
+    for job, data in zip(jobs, contents, strict=True):
+        recipe, size = layer.results[job.number]
+        assert read(store, recipe, size) == data
+    assert len(packs(store)) == 1
+    assert encoder.status()["failures"] == encoder.status()["waiting"] == 0
+
+
+def test_what_nobody_waits_for_is_stored_when_it_is_idle(
+    store: Store, layer: StubLayer, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "ENCODE_IDLE_SECONDS", 0.2)
+    job = layer.add(noise(1))
+    wait_for(lambda: job.number in layer.results)
+    assert not any(urgent for urgent, _ in layer.taken)
+
+
+def test_a_change_in_place_takes_over_what_was_there(store: Store, layer: StubLayer, encoder: Encoder) -> None:
+    data = safetensors({f"t{n}": ("F32", floats(n)) for n in range(4)})
+    with store.ingest() as ingest:
+        recipe, size, _ = ingest.put_file(BytesSource(data))
+        ingest.complete([(Kind.RECIPE, recipe)])
+        at = len(data) - 1000
+        changed = data[:at] + b"\x55" * 10 + data[at + 10 :]
+        job = layer.add_edit(size, recipe, [(at, b"\x55" * 10)])
+        encoder.drain()
+    assert read(store, *layer.results[job.number]) == changed
+    with store.ingest() as ingest:
+        assert ingest.put_file(BytesSource(changed))[0] == layer.results[job.number][0]
+
+
+def test_a_hint_offers_bases(store: Store, layer: StubLayer, encoder: Encoder) -> None:
+    first, second = series(2, 200_000)
+    with store.ingest() as ingest:
+        hint, _, _ = ingest.put_file(BytesSource(first))
+        ingest.complete([(Kind.RECIPE, hint)])
+        before = sum(os.stat(path).st_size for path in (Path(store.path) / "packs").iterdir())
+        job = layer.add(second, hint=hint)
+        encoder.drain()
+    assert read(store, *layer.results[job.number]) == second
+    after = sum(os.stat(path).st_size for path in (Path(store.path) / "packs").iterdir())
+    assert after - before < len(second) // 2
+
+
+def test_many_small_files_cost_few_packs(store: Store, layer: StubLayer, encoder: Encoder) -> None:
+    jobs = [layer.add(noise(number, 4096)) for number in range(2000)]
+    encoder.drain()
+    assert len(layer.results) == 2000
+    assert len(packs(store)) <= 2
+    for job in jobs[::400]:
+        assert read(store, *layer.results[job.number]) == noise(jobs.index(job), 4096)
+
+
+def test_nothing_is_reclaimed_between_durable_and_journalled(
+    store: Store, layer: StubLayer, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[bool] = []
+    stored = layer.stored
+
+    def collecting(job: object, recipe: bytes, size: int) -> None:
+        with Store.open(store.path, write=True) as other:
+            for _ in range(2):
+                store.names()
+                collect(other, wait_seconds=0)
+            kept.append(read(other, recipe, size) == noise(1))
+        stored(job, recipe, size)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(layer, "stored", collecting)
+    layer.add(noise(1))
+    encoder.drain()
+    assert kept == [True]
+
+
+def test_a_killed_process_is_replaced_and_nothing_is_lost(
+    store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None]
+) -> None:
+    expect_log("encoder process was killed by SIGKILL; 2 files are encoded again")
+    first = layer.add(noise(1))
+    wait_for(lambda: encoder.status()["finishing"] == 1)
+    pid = encoder.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    second = layer.add(noise(2, 300_000))
+    wait_for(lambda: encoder.status()["encoding"] == 1)
+    os.kill(pid, signal.SIGKILL)
+    encoder.drain()
+    assert read(store, *layer.results[first.number]) == noise(1)
+    assert read(store, *layer.results[second.number]) == noise(2, 300_000)
+
+
+def test_a_process_that_dies_with_a_batch_does_not_make_it_durable(
+    store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None]
+) -> None:
+    expect_log("encoder process was killed by SIGKILL; 1 files are encoded again")
+    job = layer.add(noise(1))
+    wait_for(lambda: encoder.status()["finishing"] == 1)
+    os.kill(encoder.status()["pid"], signal.SIGKILL)
+    wait_for(lambda: encoder.status()["pid"] is None or encoder.status()["waiting"] == 1)
+    encoder.drain()
+    assert read(store, *layer.results[job.number]) == noise(1)
+
+
+def test_a_file_that_is_deleted_while_it_waits_is_not_encoded(
+    store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None]
+) -> None:
+    expect_log("bad is not encoded yet")
+    bad = layer.add(noise(2, 100_000), path=b"bad")
+    (generation,) = generations(bad)
+    assert generation.path is not None
+    os.rename(generation.path, generation.path + ".away")
+    wait_for(lambda: encoder.status()["failures"] == 1)
+    layer.gone.add(bad.number)
+    waits = layer.add(noise(1))
+    layer.gone.add(waits.number)
+    encoder.drain()
+    wait_for(lambda: encoder.status()["failures"] == 0)
+    assert not layer.results
+    os.rename(generation.path + ".away", generation.path)
+
+
+def deadly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the process die at any file that holds the word."""
+    main = tmp_path / "deadly_main.py"
+    package = Path(encoder_module.__file__).parents[2]
+    main.write_text(
+        f"""
+import os, sys
+sys.path.insert(0, {os.fspath(package)!r})
+from moonclipfs.layers import stagedsource, worker, worker_main
+plain = stagedsource.StagedSource.read
+def read(self, offset, length):
+    data = plain(self, offset, length)
+    if b"deadly" in data:
+        os.kill(os.getpid(), 9)
+    return data
+stagedsource.StagedSource.read = read
+worker_main._find_package = lambda: None
+worker_main.main()
+"""
+    )
+    monkeypatch.setattr("moonclipfs.layers.workerprocess._MAIN", main)
+
+
+def test_a_file_that_kills_the_process_is_given_up_and_all_others_are_stored(
+    store: Store,
+    layer: StubLayer,
+    encoder: Encoder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    expect_log: Callable[[str], None],
+) -> None:
+    deadly(monkeypatch, tmp_path)
+    expect_log("encoder process was killed by SIGKILL; . files are encoded again")
+    expect_log("b is not encoded yet, and stays staged: b: .* killed by SIGKILL, each time it was encoded")
+    good = [layer.add(noise(number, 5000), path=b"a") for number in range(3)]
+    bad = layer.add(b"deadly" * 1000, path=b"b")
+    good += [layer.add(noise(number, 5000), path=b"c") for number in range(3, 6)]
+    with pytest.raises(BackendError, match="each time it was encoded"):
+        encoder.drain()
+    wait_for(lambda: len(layer.results) == 6)
+    assert {job.number for job in good} == layer.results.keys()
+    assert list(layer.messages) == [bad.number]
+    (generation,) = generations(bad)
+    kept = bytearray(bad.size)
+    generation.read_into(0, memoryview(kept))
+    assert kept == b"deadly" * 1000
+    assert encoder.status()["failed"][0]["path"] == "b"
+
+
+def test_a_file_that_cannot_be_read_fails_alone_and_is_tried_again(
+    store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None]
+) -> None:
+    expect_log("bad is not encoded yet, and stays staged")
+    good, bad = layer.add(noise(1)), layer.add(noise(2, 100_000), path=b"bad")
+    (generation,) = generations(bad)
+    assert generation.path is not None
+    os.rename(generation.path, generation.path + ".away")
+    with pytest.raises((NotFoundError, CorruptError), match="staging"):
+        encoder.drain()
+    wait_for(lambda: good.number in layer.results)
+    assert "staging" in layer.messages[bad.number]
+    assert encoder.status()["failures"] == 1
+    os.rename(generation.path + ".away", generation.path)
+    encoder.drain()
+    assert read(store, *layer.results[bad.number]) == noise(2, 100_000)
+    assert encoder.status()["failures"] == 0
+
+
+def test_failures_are_tried_again_without_anybody_asking(
+    store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "ENCODE_RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "ENCODE_IDLE_SECONDS", 0.2)
+    expect_log("bad is not encoded yet")
+    bad = layer.add(noise(2, 100_000), path=b"bad")
+    (generation,) = generations(bad)
+    assert generation.path is not None
+    os.rename(generation.path, generation.path + ".away")
+    wait_for(lambda: encoder.status()["failures"] == 1)
+    os.rename(generation.path + ".away", generation.path)
+    wait_for(lambda: bad.number in layer.results)
+
+
+def test_pressure_takes_open_files_and_finishes_at_once(tmp_path: Path, store: Store) -> None:
+    layer = StubLayer(tmp_path / "staging", limit=1_000_000)
+    encoder = Encoder(cast(Layer, layer), store.path)
+    encoder.start()
+    try:
+        job = layer.add(noise(1, 900_000))
+        wait_for(lambda: job.number in layer.results)
+        assert (True, True) in layer.taken
+    finally:
+        encoder.stop()
+
+
+def test_drain_gives_up_after_its_timeout_and_stop_ends_those_who_wait(
+    store: Store, layer: StubLayer, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer.add(noise(1, 1_000_000))
+    monkeypatch.setattr(encoder, "_encode", lambda chunk: time.sleep(1.0))
+    with pytest.raises(BusyError, match="1 files were not stored after 0 s"):
+        encoder.drain(timeout=0.2)
+
+
+def test_operations_come_back_and_so_do_their_errors(
+    store: Store, layer: StubLayer, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="knows no operation 'nothing'"):
+        encoder.call("nothing")
+
+
+def test_after_stop_nothing_starts_a_process(store: Store, layer: StubLayer) -> None:
+    encoder = Encoder(cast(Layer, layer), store.path)
+    encoder.start()
+    encoder.stop()
+    with pytest.raises(BusyError):
+        encoder.call("publish")
+    with pytest.raises(BusyError):
+        encoder.drain()
+
+
+def test_a_stop_in_the_midst_of_a_file_leaves_it_staged(store: Store, layer: StubLayer) -> None:
+    encoder = Encoder(cast(Layer, layer), store.path)
+    encoder.start()
+    job = layer.add(noise(1, 60_000_000))
+    wait_for(lambda: encoder.status()["encoding"] == 1 and encoder.status()["pid"] is not None)
+    pid = encoder.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    os.kill(pid, signal.SIGCONT)
+    started = time.monotonic()
+    encoder.stop()
+    assert time.monotonic() - started < 12
+    assert not Path(f"/proc/{pid}").exists()
+    assert job.number not in layer.results
+    assert not layer.messages
+    assert layer.staging.used == 60_000_000
+
+
+def test_a_store_that_cannot_be_opened_is_an_error_of_each_file(
+    tmp_path: Path, layer: StubLayer, expect_log: Callable[[str], None]
+) -> None:
+    expect_log("f is not encoded yet, and stays staged: .*nowhere")
+    encoder = Encoder(cast(Layer, layer), tmp_path / "nowhere")
+    encoder.start()
+    try:
+        layer.add(noise(1))
+        with pytest.raises(MoonclipError, match="nowhere"):
+            encoder.drain()
+    finally:
+        encoder.stop()
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from moonclipfs.layers.workerprocess import WorkerProcess
+process = WorkerProcess(Path(sys.argv[1]), "encoder of a test")
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_process_ends_with_its_parent_and_gives_its_lease_back(store: Store) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, store.path], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
+    assert len(list((Path(store.path) / "leases").iterdir())) == 1, "ours"
+
+
+def test_background_threads_are_polite_and_urgent_ones_are_not(
+    store: Store, layer: StubLayer, encoder: Encoder
+) -> None:
+    layer.add(noise(1))
+    wait_for(lambda: encoder.status()["finishing"] == 1)
+    tasks = Path(f"/proc/{encoder.status()['pid']}/task")
+    assert 10 in nices(tasks)
+    layer.add(noise(2))
+    encoder.drain()
+    assert nices(tasks).count(0) > len(os.sched_getaffinity(0)), "the main thread, and one for each core"
+
+
+def nices(tasks: Path) -> list[int]:
+    found = []
+    for task in tasks.iterdir():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        found.append(int(fields[16]))
+    return found
+
+
+def test_publishing_goes_on_while_a_file_is_encoded(store: Store) -> None:
+    publish(store, "a", {"f": noise(1)})
+    process = WorkerProcess(store.path, "encoder of a test")
+    try:
+        with pytest.raises(UsageError):
+            process.ask("call", name="nothing", arguments={})
+    finally:
+        process.stop()
