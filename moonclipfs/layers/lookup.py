@@ -16,7 +16,6 @@ from moonclipfs.layers.base import Base
 from moonclipfs.layers.core import Core
 from moonclipfs.layers.inodes import Inode, Lower, inode_number
 from moonclipfs.layers.names import Area, Children, join, path_bytes
-from moonclipfs.layers.records import PART_HOLE
 from moonclipfs.layers.tree import XATTR_PREFIX, NotCachedError
 from moonclipfs.types import NO_ID, Attributes, Entry, EntryType, Version
 
@@ -321,13 +320,9 @@ class Lookup(Core):
 
     def _status(self, inode: Inode) -> Status:
         size = blocks = 0
-        type_, mtime, ctime = inode.type, inode.mtime_ns, inode.ctime_ns
+        type_, (mtime, ctime) = inode.type, self._times(inode)
         if type_ is EntryType.DIRECTORY:
             nlink = 2 + self._subdirectories(inode) if inode.links or inode is self.root else 0
-            if not inode.own and (path := self._names_path(inode)) is not None:
-                named = self.view.area(Area.LIVE).mtimes.get(path, 0)
-                if named > mtime:
-                    mtime, ctime = named, max(ctime, named)
         else:
             nlink = len(inode.links)
             if inode.group and nlink and inode.lower is not None and not inode.own:
@@ -337,7 +332,17 @@ class Lookup(Core):
             elif type_ is EntryType.SYMLINK:
                 size = len(inode.target)
         mode = (S_IFREG if type_ is EntryType.FILE else type_.st_mode) | inode.mode
-        return Status(mode, nlink, inode.uid, inode.gid, size, mtime, ctime, inode.atime_ns, blocks)
+        atime = inode.atime_ns if inode.own else mtime
+        return Status(mode, nlink, inode.uid, inode.gid, size, mtime, ctime, atime, blocks)
+
+    def _times(self, inode: Inode) -> tuple[int, int]:
+        """Times of modification and change: a directory that is not own is modified when a name is bound in it."""
+        mtime, ctime = inode.mtime_ns, inode.ctime_ns
+        if inode.is_directory and not inode.own and (path := self._names_path(inode)) is not None:
+            named = self.view.area(Area.LIVE).mtimes.get(path, 0)
+            if named > mtime:
+                return named, max(ctime, named)
+        return mtime, ctime
 
     def _subdirectories(self, directory: Inode) -> int:
         """How many directories a directory shows."""
@@ -379,8 +384,7 @@ def _size(inode: Inode) -> tuple[int, int]:
     content = inode.content
     if content is None:
         return inode.size, -(-inode.size // _BLOCK)
-    held = sum(part.length for part in content.parts(0, content.size) if part.kind != PART_HOLE)
-    return content.size, -(-held // _BLOCK)
+    return content.size, -(-content.held // _BLOCK)
 
 
 def _fill(inode: Inode, entry: Entry, lower: Lower | None) -> None:

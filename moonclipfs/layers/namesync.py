@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from moonclipfs.errors import ExistsError, MoonclipError, NotEmptyError
@@ -53,8 +54,8 @@ class NameSync(Lookup):
             names = self.store.log.refresh()
             if names.sequence == self.view.sequence:
                 self.store.saw(names)
-                return []
-            self._adopt_names(names, now_ns, list)
+            else:
+                self._adopt_names(names, now_ns, list)
         return list(self._affected())
 
     def _adopt_names(self, names: Names, now_ns: int, records: Callable[[], Iterable[Record]]) -> None:
@@ -107,7 +108,7 @@ class NameSync(Lookup):
 
     def _is_dirty(self, inode: Inode) -> bool:
         """Whether there are changes at or below an own inode that no version holds."""
-        return inode.below > 0
+        return inode.below > 0 or inode.number in self.state.captured.values()
 
     def _own_directory(self, path: bytes) -> Inode | None:
         inode: Inode | None = self.root
@@ -145,10 +146,39 @@ class NameSync(Lookup):
         with self.names_lock:
             self._finish_move()
             with self.lock:
+                self.state.names_version += 1
                 leaves = self.view.area(Area.LIVE).leaves
                 roots = [inode for inode in self.state.own.values() if inode.sealed]
                 paths = {path for inode in roots if (path := self.state.path(inode)) is not None} | leaves.keys()
                 self._drop_clean([(above, name) for above, _, name in (path.rpartition(b"/") for path in paths)])
+
+    # What is sealed here
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """For whoever binds names for this layer: until `adopt_newest`, nobody else adopts or changes any.
+
+        What was removed and moved here before is in the log. Raises BackendError and so on.
+        """
+        with self.names_lock:
+            if self.state.moving is not None:
+                self._finish_move()
+            self._push_names()
+            yield
+
+    def adopt_newest(self, now_ns: int, settle: Callable[[Names], None]) -> None:
+        """Inside `naming`: show what names mean now, in one step with what `settle` does under the lock."""
+        names = self.store.log.refresh()
+
+        def records() -> list[Record]:
+            settle(names)
+            return []
+
+        self._adopt_names(names, now_ns, records)
+
+    def shows_another(self, directory: bytes, name: bytes) -> None:
+        """Under the lock: a name in the directory at a path means something else; `refresh` tells of it."""
+        self._changed_names[directory, name] = None
 
     # What is removed here
 
