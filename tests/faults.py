@@ -2,12 +2,15 @@
 disk that a crash may leave.
 
 What a crash may leave of recorded calls (`crash_states`): bytes written since the last fsync of a file are there,
-gone, cut off at any byte, or zeros; names made, changed or removed since the last fsync of their directory are each
-there or not, in any combination. Names under `tmp/` are never synced and never read: they are all there.
+gone, cut off at any byte, or zeros; where they replace others, or space that was preallocated, either end of them may
+be there without the other. Names made, changed or removed since the last fsync of their directory are each there or
+not, in any combination. Names under `tmp/` are never synced and never read: they are all there.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import errno
 import itertools
 import os
@@ -20,7 +23,9 @@ from moonclipfs.types import Buffer
 
 EVERY_CUT = 700
 """A file of at most so many unsynced bytes is cut at each of them, a longer one at a sample."""
-_CUTS = 24
+CUTS = 24
+"""How many cuts that sample has."""
+_ENDS = 4
 
 
 class HookedOps(FileOps):
@@ -201,7 +206,11 @@ class RecordingOps(HookedOps):
         self._known: dict[tuple[int, int], int] = {}
         truth = [path for path in root.glob("*") if path.name in ("config.json", "README.txt")]
         truth += [path for directory in ("log", "packs", "tmp") for path in (root / directory).glob("*")]
+        truth += [path for path in (root / "layers").glob("**/*") if path.is_file()]
         self.start = {os.path.relpath(path, root): path.read_bytes() for path in sorted(truth)}
+        for number, name in enumerate(self.start):
+            status = os.stat(root / name)
+            self._known[status.st_dev, status.st_ino] = -1 - number
 
     def mark(self, mark: str) -> None:
         """Note that something was promised to the caller at this point."""
@@ -235,7 +244,15 @@ class RecordingOps(HookedOps):
             data = bytes(memoryview(arguments[1])[:result])
             self.events.append(Event("write", file=self._open[first][1], offset=self._offsets[first], data=data))
             self._offsets[first] += result
-        elif name == "fsync":
+        elif name == "pwrite":
+            assert isinstance(first, int) and isinstance(result, int) and isinstance(arguments[2], int)
+            assert isinstance(arguments[1], bytes | bytearray | memoryview)
+            data = bytes(memoryview(arguments[1])[:result])
+            self.events.append(Event("write", file=self._open[first][1], offset=arguments[2], data=data))
+        elif name in ("allocate", "truncate"):
+            assert isinstance(first, int)
+            self.events.append(Event(name, file=self._open[first][1], offset=os.fstat(first).st_size))
+        elif name in ("fsync", "fdatasync"):
             assert isinstance(first, int)
             path, number = self._open[first]
             kind = "sync_directory" if (self.root / path).is_dir() else "sync"
@@ -258,11 +275,26 @@ class _File:
         """What a crash may leave of its bytes."""
         if self.synced == self.current:
             return [self.current]
+        if not self.current.startswith(self.synced) or self.current.endswith(b"\0"):
+            return self._mixtures()
         low, high = len(self.synced), len(self.current)
-        step = 1 if high - low <= EVERY_CUT else max(1, (high - low) // _CUTS)
+        step = 1 if high - low <= EVERY_CUT else max(1, (high - low) // CUTS)
         cuts = [self.current[:end] for end in range(low, high, step)]
         zeroed = [self.current[: low + (high - low) // 2].ljust(high, b"\0"), self.synced.ljust(high, b"\0")]
         return list(dict.fromkeys([self.synced, *cuts, self.current[:-1], *zeroed, self.current]))
+
+    def _mixtures(self) -> list[bytes]:
+        """The same where bytes were changed in place, or space was allocated ahead of them."""
+        old, new = self.synced.ljust(len(self.current), b"\0"), self.current.ljust(len(self.synced), b"\0")
+        changed = [at for at in range(len(new)) if old[at] != new[at]] or [len(new)]
+        low, high = changed[0], changed[-1] + 1
+        found = [self.synced, self.current]
+        coarse = max(1, (high - low) // _ENDS)
+        for cut in range(low, high, 1 if high - low <= EVERY_CUT else max(1, (high - low) // CUTS)):
+            found.append(new[:cut] + old[cut:])
+            if (cut - low) % coarse == 0:
+                found += [found[-1][: len(self.synced)], old[:cut] + new[cut:]]
+        return list(dict.fromkeys(found))
 
 
 @dataclass(slots=True)
@@ -274,13 +306,30 @@ class _Disk:
     durable: dict[str, int] = field(default_factory=dict)
     pending: dict[str, list[dict[str, int | None]]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, recorder: RecordingOps) -> _Disk:
+        """The disk as the recorder found it."""
+        disk = cls()
+        for number, (path, data) in enumerate(recorder.start.items()):
+            disk.files[-1 - number] = _File(data, data)
+            disk.names[path] = disk.durable[path] = -1 - number
+        return disk
+
+    def live(self) -> dict[str, bytes]:
+        """What is there while the machine runs, as path to bytes."""
+        return {path: self.files[number].current for path, number in self.names.items()}
+
     def apply(self, event: Event) -> None:
         if event.name == "create":
             self.files[event.file] = _File()
             self._change(event.path, {event.path: event.file})
         elif event.name == "write":
             file = self.files[event.file]
-            file.current = file.current[: event.offset].ljust(event.offset, b"\0") + event.data
+            end = event.offset + len(event.data)
+            file.current = file.current[: event.offset].ljust(event.offset, b"\0") + event.data + file.current[end:]
+        elif event.name in ("allocate", "truncate"):
+            file = self.files[event.file]
+            file.current = file.current[: event.offset].ljust(event.offset, b"\0")
         elif event.name == "sync":
             file = self.files[event.file]
             file.synced = file.current
@@ -337,16 +386,30 @@ class CrashState:
         for directory in ("log", "packs", "tmp", "leases"):
             (root / directory).mkdir(parents=True)
         for path, data in self.files.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_bytes(data)
         return root
 
 
+def kill_states(recorder: RecordingOps) -> Iterator[CrashState]:
+    """Every state that a killed process leaves: all that was written is there, the last write perhaps in part."""
+    disk = _Disk.of(recorder)
+    marks: list[str] = []
+    for event in (*recorder.events, Event("end")):
+        for cut in range(1, len(event.data), max(1, len(event.data) // CUTS)):
+            torn = copy.deepcopy(disk)
+            torn.apply(dataclasses.replace(event, data=event.data[:cut]))
+            yield CrashState(torn.live(), tuple(marks), f"in {event.name} at byte {cut}")
+        yield CrashState(disk.live(), tuple(marks), f"before {event.name} {event.path}{event.target}")
+        if event.name == "mark":
+            marks.append(event.mark)
+        else:
+            disk.apply(event)
+
+
 def crash_states(recorder: RecordingOps) -> Iterator[CrashState]:
     """Every distinct state that a crash before any recorded event, or after the last, may leave."""
-    disk = _Disk()
-    for number, (path, data) in enumerate(recorder.start.items()):
-        disk.files[-1 - number] = _File(data, data)
-        disk.names[path] = disk.durable[path] = -1 - number
+    disk = _Disk.of(recorder)
     marks: list[str] = []
     seen: set[tuple[object, ...]] = set()
     events: Sequence[Event] = recorder.events

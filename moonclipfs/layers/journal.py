@@ -141,21 +141,21 @@ class Journal:
         """The live segments: the newest whole one and all behind it."""
         found: list[_Segment] = []
         numbers = segment_numbers(self.directory)
-        for place, number in enumerate(numbers):
+        for number in reversed(numbers):
             path = self.directory / segment_name(number)
             with os_errors(f"read {path}"), open(path, "rb") as file:
                 extent = measure_segment(file, path)
             if extent.header.layer != self._layer_id or extent.header.number != number:
                 raise CorruptError(f"{path}: it belongs to another layer, or to another place: restore the right file")
-            if extent.header.whole:
-                found.clear()
-            elif not found or found[-1].extent.header.number != number - 1:
-                raise CorruptError(f"{path}: the segment before it is missing: restore it")
-            # What stands before another boot's segment was taken by that boot's rule.
-            ours = place == len(numbers) - 1 and self._boot not in (NO_BOOT, b"") and extent.header.boot == self._boot
+            # In front of a segment of another start of the kernel, what was not durable has been left out already.
             # Whole frames behind a gap: the file system itself was lost, and pages with it.
-            ours = ours and not extent.broken
-            found.append(_Segment(path, extent, extent.end if ours else extent.committed, ours))
+            known = self._boot != NO_BOOT and extent.header.boot == self._boot
+            ours = number == numbers[-1] and known and not extent.broken
+            found.insert(0, _Segment(path, extent, extent.end if ours else extent.committed, ours))
+            if extent.header.whole:
+                return found
+            if number - 1 not in numbers:
+                raise CorruptError(f"{path}: the segment before it is missing: restore it")
         return found
 
     def _records(self, segment: _Segment) -> Iterator[Record]:
