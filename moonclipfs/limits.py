@@ -167,6 +167,10 @@ WATCH_LOOK_SECONDS = 2.0
 """How often a directory that is watched is looked at."""
 RETRY_SECONDS = 30.0
 """How long what could not be sealed or absorbed is left alone while nothing changes."""
+SEAL_WRITERS_SECONDS = 5.0
+"""How long an explicit seal waits for files that are open for writing."""
+WRITERS = 4096
+"""Directories of a layer for which it is known which process wrote to them."""
 SIBLINGS = 8
 """Snapshots of a line that a new one is compared with."""
 KEEP_VERSIONS = 3

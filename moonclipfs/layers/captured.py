@@ -18,9 +18,9 @@ class CapturedEntry(NamedTuple):
     """A changed file, symlink, special file or directory. Times in nanoseconds; `inode` is its number in the layer.
 
     For a file, `child` is its recipe; with staged bytes, `parts` says where each byte comes from (see
-    `records.Contents`), and `data` holds those that are staged in memory. For a directory, `child` is the directory
-    object that shows through it, less the names in `removed`; `anchor` tells link groups of one tree from those of
-    another.
+    `records.Contents`), `data` holds those that are staged in memory, and `freeze` is the number of the freeze. For a
+    directory, `child` is the directory object that shows through it, less the names in `removed`. `anchor` tells link
+    groups of one tree from those of another.
     """
 
     name: bytes
@@ -38,6 +38,7 @@ class CapturedEntry(NamedTuple):
     group: int = 0
     parts: tuple[tuple[int, int, int, int], ...] = ()
     data: tuple[tuple[int, int, bytes], ...] = ()
+    freeze: int = 0
     anchor: bytes = b""
     removed: tuple[bytes, ...] = ()
     entries: tuple[CapturedEntry, ...] = ()
@@ -51,11 +52,6 @@ class CapturedEntry(NamedTuple):
     def is_directory(self) -> bool:
         """True for a directory."""
         return self.type == EntryType.DIRECTORY
-
-    @property
-    def generation(self) -> int:
-        """The newest staging generation that it needs; 0 for none."""
-        return max((generation for *_, generation in self.parts), default=0)
 
     def walk(self) -> Iterator[CapturedEntry]:
         """This entry and all captured below it."""

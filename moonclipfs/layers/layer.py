@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moonclipfs import limits
+from moonclipfs.layers.capture import Captures
 from moonclipfs.layers.changes import Changes
 from moonclipfs.layers.files import Files, OpenFile
 from moonclipfs.layers.inodes import Inode
@@ -35,6 +36,7 @@ class Layer(Changes):
     """A layer that this process holds. Thread-safe."""
 
     files: Files
+    captures: Captures
     recovery: Recovery
     """What opening it found."""
     _lock_file: LayerLock
@@ -69,6 +71,8 @@ class Layer(Changes):
                 directory / "journal", ops, lambda: layer.files.log.before_commit(), lock=layer.lock, layer_id=layer_id
             )
             layer.files = Files(layer)
+            layer.captures = Captures(layer, layer.files)
+            layer.files.captured = layer.captures.records
             try:
                 layer._recover()
             except BaseException:
@@ -123,7 +127,9 @@ class Layer(Changes):
     def _recover(self) -> None:
         state = self.state
         state.handle(Whole, partial(apply_whole, state))
-        self.recovery = replay(self, self.files)
+        self.recovery = replay(self, self.files, self.captures.generations)
+        with self.lock:
+            self.captures.recover()
         if not self.recovery.records:
             now_ns, root = time.time_ns(), self.root
             self.record(SetAttributes(root.number, root.mode, root.uid, root.gid, now_ns, now_ns, now_ns))

@@ -31,13 +31,15 @@ class _MovedError(Exception):
 def publish(store: Store, request: Mapping[str, Any]) -> dict[str, Any]:
     """Bind what a request of `seal.py` captured, unless the newest version is the same; runs in the worker process.
 
-    `path` is the name, as bytes; `tree` the captured directory; `staged` the path of the staging file of each
+    `path` is the name, as bytes; `tree` the captured directory; `base` what it was changed from, unless that is what
+    showed through it; `staged` the path of the staging file of each
     generation that is in one; `metadata` goes into the log; with `gone`, the directory was removed since, so that the
     version is removed at once, and kept.
 
     Answers with the version (`path`, `number`, `sequence`, `root`, `metadata`, `time_ns`), whether it is `new`,
-    `files` (inode, generation, recipe, size) that were encoded here, `directories` (inode, object) as they are in the
-    version, and the paths of what others changed, `foreign`. Raises what `Ingest.publish` raises.
+    `files` (inode, freeze, recipe, size) that were encoded here, `directories` (inode, object) as they are in the
+    version, the paths of what others changed, `foreign`, and the directory without these,
+    `ours`. Raises what `Ingest.publish` raises.
     """
     with store.ingest() as ingest:
         return _Publish(store, ingest, request).run()
@@ -54,7 +56,7 @@ class _Publish:
         self._tree = decode_tree(request["tree"])
         self._directories = Directories(store, ingest)
         self._files: dict[int, tuple[ObjectId, int, int]] = {}
-        """Recipe, size and generation of each file that is encoded here, by inode."""
+        """Recipe, size and number of the freeze of each file that is encoded here, by inode."""
         self._next_group = 0
         self._groups: dict[tuple[bytes, int], int] = {}
         """Numbers given out to groups of hard links; see `_group`."""
@@ -64,15 +66,16 @@ class _Publish:
     def run(self) -> dict[str, Any]:
         """Encode, merge and bind."""
         self._encode()
+        base = self._request.get("base", self._tree.child)
         while True:
             newest = self._store.names().bound().get(self._path)
             self._number_groups(newest)
             ours = self._assemble(self._tree)
             merge = Merge(self._directories)
-            root = ours if newest is None else merge.merge(self._tree.child, ours, newest.root)
+            root = ours if newest is None else merge.merge(base, ours, newest.root)
             if newest is not None and self._is_known(newest, root):
-                self._ingest.complete([(Kind.DIRECTORY, root)])
-                return self._answer(newest, merge, new=False)
+                self._ingest.complete([(Kind.DIRECTORY, root), (Kind.DIRECTORY, ours)])
+                return self._answer(newest, ours, merge, new=False)
 
             def unmoved(names: Names, newest: Version | None = newest) -> None:
                 now = names.bound().get(self._path)
@@ -85,7 +88,7 @@ class _Publish:
                 continue
             if self._request.get("gone"):
                 self._withdraw(version, newest)
-            return self._answer(version, merge, new=True)
+            return self._answer(version, ours, merge, new=True)
 
     def _is_known(self, newest: Version, root: ObjectId) -> bool:
         """Whether the newest version is what is to be sealed; an explicit seal of it counts more than another."""
@@ -116,7 +119,7 @@ class _Publish:
         attributes = root_metadata(self._tree.attributes)
         return {**self._request["metadata"], "attributes": attributes, "files": files, "bytes": size}
 
-    def _answer(self, version: Version, merge: Merge, *, new: bool) -> dict[str, Any]:
+    def _answer(self, version: Version, ours: ObjectId, merge: Merge, *, new: bool) -> dict[str, Any]:
         return {
             "path": os.fsencode(version.path),
             "number": version.number,
@@ -125,9 +128,10 @@ class _Publish:
             "time_ns": version.time_ns,
             "metadata": dict(version.metadata),
             "new": new,
-            "files": [(inode, generation, recipe, size) for inode, (recipe, size, generation) in self._files.items()],
+            "files": [(inode, freeze, recipe, size) for inode, (recipe, size, freeze) in self._files.items()],
             "directories": list(self._places(self._tree, version.root).items()),
             "foreign": sorted(merge.foreign),
+            "ours": ours,
         }
 
     def _places(self, tree: CapturedEntry, object_id: ObjectId) -> dict[int, ObjectId]:
@@ -151,7 +155,7 @@ class _Publish:
             source = StagedSource(entry.size, entry.parts, entry.data, self._request["staged"], before)
             try:
                 recipe, _ = self._ingest.put_contents(source, before)
-                self._files[entry.inode] = self._ingest.put_recipe(recipe, IngestStats()), recipe.size, entry.generation
+                self._files[entry.inode] = self._ingest.put_recipe(recipe, IngestStats()), recipe.size, entry.freeze
             finally:
                 source.close()
 

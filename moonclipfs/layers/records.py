@@ -153,7 +153,7 @@ class Stored(NamedTuple):
 
 class Captured(NamedTuple):
     """A directory was captured for a seal: `tree` is the frozen tree as `capture.py` writes it. `refs` are the
-    objects that it needs.
+    objects that it needs. `base`, if there is one, is what was sealed since of an earlier capture of the directory.
     """
 
     capture: int
@@ -163,12 +163,14 @@ class Captured(NamedTuple):
     metadata: bytes
     tree: bytes
     refs: tuple[tuple[int, ObjectId], ...]
+    base: ObjectId = NO_ID
 
 
 class Sealed(NamedTuple):
     """A capture was published as a version, bound by log record `sequence`; sequence 0: it was given up.
 
-    `directories` are the captured directories by inode number, as they are in the version.
+    `directories` are the captured directories by inode number, as they are in the version. `ours` is what was captured,
+    without what others had published meanwhile.
     """
 
     capture: int
@@ -177,6 +179,7 @@ class Sealed(NamedTuple):
     sequence: int
     root: ObjectId
     directories: tuple[tuple[int, ObjectId], ...] = ()
+    ours: ObjectId = NO_ID
 
 
 class Dropped(NamedTuple):

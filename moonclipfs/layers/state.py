@@ -54,6 +54,8 @@ class State:
         self.captures = 0
         self.unbinding: dict[int, bytes] = {}
         """Snapshots that were removed here, by the log record that bound them, until the log was told: their paths."""
+        self.captured: dict[int, int] = {}
+        """The directory (an inode number) of each capture that is not published yet, by the number of the capture."""
         self.moving: Moving | None = None
         self.names_version = 1
         """Changes whenever the names of the log mean something else, or lower directories do."""
@@ -202,8 +204,14 @@ class State:
             directory.removed.add(name)
         self._unbind(directory, name, record.unbind)
         self.name_changed(directory, name, record.time_ns)
+        self._forget_change(directory, name, record.whiteout)
         if inode is not None:
             self._left(inode, directory, record.time_ns)
+
+    def _forget_change(self, directory: Inode, name: bytes, whiteout: bool) -> None:
+        """A name that came and went is no change, unless a capture has seen it: else temporary names would add up."""
+        if not whiteout and not self.captured:
+            directory.names_changed.pop(name, None)
 
     def _left(self, inode: Inode, directory: Inode, time_ns: int) -> None:
         """An own inode lost a name in `directory`."""
@@ -243,6 +251,8 @@ class State:
         self._unbind(new, record.new_name, record.unbind)
         self.name_changed(old, record.name, record.time_ns)
         self.name_changed(new, record.new_name, record.time_ns)
+        if not record.exchange:
+            self._forget_change(old, record.name, record.whiteout)
         self.changed(inode)
         if victim is not None and not record.exchange:
             self._left(victim, new, record.time_ns)

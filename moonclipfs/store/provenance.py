@@ -15,7 +15,7 @@ import re
 import shlex
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,6 +49,36 @@ def collect(argv: Sequence[str], cwd: Path) -> dict[str, object]:
     if job := {name: os.environ[name] for name in _JOB_VARIABLES if name in os.environ}:
         found["job"] = job
     return found
+
+
+def of_process(pid: int) -> dict[str, object]:
+    """What can be told at once of another process: `command`, `cwd` and `job`; empty when it is gone, or not ours.
+
+    `with_surroundings` completes it.
+    """
+    place = Path("/proc") / str(pid)
+    try:
+        words = (place / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        cwd = os.readlink(place / "cwd")
+        pairs = [pair.partition(b"=") for pair in (place / "environ").read_bytes().split(b"\0")]
+    except OSError:
+        return {}
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    found: dict[str, object] = {
+        "command": shlex.join(_without_secrets(list(map(os.fsdecode, words))))[: limits.PROVENANCE_COMMAND_CHARACTERS],
+        "cwd": cwd,
+    }
+    if job := {name: environment[name] for name in _JOB_VARIABLES if name in environment}:
+        found["job"] = job
+    return found
+
+
+def with_surroundings(found: Mapping[str, object]) -> dict[str, object]:
+    """Add what `collect` tells beside the command: `host`, `user`, `version` and `git` of its directory."""
+    told = {**found, "host": socket.gethostname(), "user": _user(), "version": _version()}
+    if git := _git(Path(str(found.get("cwd", "/")))):
+        told["git"] = git
+    return told
 
 
 def _without_secrets(argv: Sequence[str]) -> list[str]:

@@ -26,7 +26,21 @@ def file(name: bytes, data: bytes, inode: int, **fields: Any) -> CapturedEntry:
     parts = ((0, len(data), PART_STAGED, inode),) if data else ()
     kept = ((inode, 0, data),) if data else ()
     return CapturedEntry(
-        name, EntryType.FILE, inode, 0o640, 1, 2, 3, 4, (), len(data), NO_ID, parts=parts, data=kept, **fields
+        name,
+        EntryType.FILE,
+        inode,
+        0o640,
+        1,
+        2,
+        3,
+        4,
+        (),
+        len(data),
+        NO_ID,
+        parts=parts,
+        data=kept,
+        freeze=inode,
+        **fields,
     )
 
 
@@ -196,7 +210,20 @@ def test_staged_bytes_come_from_files_memory_recipes_and_holes(store: Store, tmp
         (1000, 5000, PART_HOLE, 0), (6000, 10, PART_STAGED, 5),
     )  # fmt: skip
     entry = CapturedEntry(
-        b"f", EntryType.FILE, 3, 0o644, 0, 0, 1, 1, (), 6010, recipe, parts=parts, data=((5, 6000, b"0123456789"),)
+        b"f",
+        EntryType.FILE,
+        3,
+        0o644,
+        0,
+        0,
+        1,
+        1,
+        (),
+        6010,
+        recipe,
+        parts=parts,
+        data=((5, 6000, b"0123456789"),),
+        freeze=5,
     )
     expected = b"r" * 100 + b"s" * 200 + b"r" * 700 + bytes(5000) + b"0123456789"
     answer = seal(store, directory(b"", [entry]), staged={4: str(tmp_path / "g")})

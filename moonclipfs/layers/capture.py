@@ -1,0 +1,292 @@
+"""Captures: the state of a directory at one moment, on its way to become a version.
+
+A capture is taken under the layer's lock and journalled; from then on it survives whatever happens to the directory,
+and a kill. Staged bytes that it needs are frozen: later writes go to new generations. When it is published, a record
+says so, and what was not changed since counts as clean: it shows through from the new version.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgpack
+
+from moonclipfs.errors import CorruptError, UsageError
+from moonclipfs.layers.captured import CapturedEntry, decode_tree, encode_tree
+from moonclipfs.layers.changes import Changes
+from moonclipfs.layers.contents_records import content_of, size_of
+from moonclipfs.layers.files import Files
+from moonclipfs.layers.inodes import Inode, Lower
+from moonclipfs.layers.names import Area, join
+from moonclipfs.layers.records import Captured, Dropped, Sealed
+from moonclipfs.layers.staging import Generation
+from moonclipfs.layers.writers import Writers
+from moonclipfs.store.paths import check_path
+from moonclipfs.types import NO_ID, EntryType, Kind, ObjectId
+
+Refs = list[tuple[Kind, ObjectId]]
+
+
+@dataclass(slots=True)
+class Capture:
+    """One capture. `counter` is the layer's change counter at its moment, `directory` an inode number.
+
+    `path` is where the directory was then. `tree` holds what had changed since its last seal.
+    """
+
+    number: int
+    directory: int
+    path: bytes
+    counter: int
+    metadata: dict[str, object]
+    tree: CapturedEntry
+    base: ObjectId = NO_ID
+    """What was sealed of an earlier capture of the directory since this one was taken; NO_ID for none."""
+    pinned: tuple[Generation, ...] = ()
+
+    def generations(self) -> set[int]:
+        """Numbers of the staging generations that it needs and that are in files."""
+        needed: set[int] = set()
+        for entry in self.tree.walk():
+            memory = {generation for generation, *_ in entry.data}
+            needed |= {generation for *_, generation in entry.parts if generation} - memory
+        return needed
+
+    def record(self) -> tuple[Captured, Refs]:
+        """As the journal has it."""
+        refs = [*self.tree.refs(), (Kind.DIRECTORY, self.base)]
+        metadata = bytes(msgpack.packb(self.metadata, use_bin_type=True, unicode_errors="surrogateescape"))
+        tree = encode_tree(self.tree)
+        stored = tuple((int(kind), object_id) for kind, object_id in refs)
+        return Captured(self.number, self.directory, self.path, self.counter, metadata, tree, stored, self.base), refs
+
+
+class Captures:
+    """The captures of one layer that are not published yet, in order."""
+
+    def __init__(self, layer: Changes, files: Files) -> None:
+        """Applies the records of captures from here on."""
+        self._layer = layer
+        self._files = files
+        self._pending: dict[int, Capture] = {}
+        self.writers = Writers()
+        """Where the contents of directories come from."""
+        layer.state.handle(Captured, self._apply_captured)
+        layer.state.handle(Sealed, self._apply_sealed)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def pending(self) -> list[Capture]:
+        """The captures in their order."""
+        with self._layer.lock:
+            return [self._pending[number] for number in sorted(self._pending)]
+
+    def generations(self) -> set[int]:
+        """Numbers of the staging generations in files that pending captures need."""
+        return {number for capture in self._pending.values() for number in capture.generations()}
+
+    def records(self) -> Iterator[tuple[Captured, Refs]]:
+        """What a journal that is written anew says of them, after all inodes."""
+        for capture in self.pending():
+            yield capture.record()
+
+    def recover(self) -> None:
+        """After a replay: freeze and keep the staged bytes that captures need. Under the lock."""
+        files = (inode for inode in self._layer.state.own.values() if inode.content is not None)
+        known = {g.number: g for inode in files for g in content_of(inode).generations()}
+        for capture in self._pending.values():
+            numbers = sorted(capture.generations())
+            self._pin(capture, [known.get(number) or self._layer.staging.open(number) for number in numbers])
+
+    # Taking
+
+    def take(self, directory: Inode, metadata: dict[str, object]) -> Capture:
+        """Capture a directory as it is now; `metadata` goes into the log with its version.
+
+        Raises UsageError for what cannot be a snapshot, NotFoundError for a directory that was removed, NoSpaceError,
+        BackendError.
+        """
+        return self._layer.run(lambda: self._take(directory, metadata), wait=True)
+
+    def _take(self, directory: Inode, metadata: dict[str, object]) -> Capture:
+        layer = self._layer
+        path = layer.path(directory)
+        if not directory.is_directory or not path:
+            raise UsageError(f"/{os.fsdecode(path)} cannot be a snapshot: only directories below the root can")
+        check_path(os.fsdecode(path))
+        layer.adopt(directory)
+        builder = _Builder(layer, self._files)
+        builder.settle(directory)
+        tree = builder.directory(b"", directory, path)
+        number = layer.state.captures + 1
+        capture = Capture(number, directory.number, path, layer.counter, metadata, tree)
+        layer.record(*capture.record())
+        self._pin(self._pending[number], builder.generations(capture))
+        return self._pending[number]
+
+    def _pin(self, capture: Capture, generations: list[Generation]) -> None:
+        for generation in generations:
+            generation.frozen = True
+        capture.pinned = tuple(generations)
+        self._files.log.disposal.pin(generations)
+
+    # Records
+
+    def _apply_captured(self, record: Captured) -> None:
+        state = self._layer.state
+        state.captures = max(state.captures, record.capture)
+        metadata = msgpack.unpackb(record.metadata, raw=False, unicode_errors="surrogateescape", strict_map_key=False)
+        if not isinstance(metadata, dict):
+            raise CorruptError(f"journal: capture {record.capture} has no metadata")
+        self._pending[record.capture] = Capture(
+            record.capture, record.directory, record.path, record.counter, metadata, decode_tree(record.tree),
+            record.base,
+        )  # fmt: skip
+        state.captured[record.capture] = record.directory
+        state.generations = max([state.generations, *self._pending[record.capture].generations()])
+
+    def _apply_sealed(self, record: Sealed) -> None:
+        state = self._layer.state
+        capture = self._pending.pop(record.capture)
+        del state.captured[record.capture]
+        self._files.log.disposal.unpin(capture.pinned)
+        if not record.sequence:
+            return
+        for other in self._pending.values():
+            if other.directory == capture.directory:
+                other.base = record.ours
+        top = state.own.get(capture.directory)
+        if top is None:
+            return
+        anchor, above = (top.lower.anchor, top.lower.path) if top.lower else (b"%d" % record.sequence, b"")
+        directories = dict(record.directories)
+        _Cleaner(capture, directories, record.root).clean(top, anchor, above)
+        top.sealed = record.sequence
+        state.names_version += 1
+
+    def show_foreign(self, directory: Inode, paths: list[bytes]) -> None:
+        """Under the lock, after a seal: let what others changed show, where nothing was changed here since."""
+        top = self._layer.state.path(directory) or b""
+        for path in paths:
+            above, _, name = path.rpartition(b"/")
+            inode: Inode | None = directory
+            for part in above.split(b"/") if above else ():
+                inode = inode.entries.get(part) if inode is not None else None
+            child = inode.entries.get(name) if inode is not None else None
+            if inode is not None and child is not None and not child.below:
+                self._layer.record(Dropped(inode.number, name))
+            self._layer.shows_another(join(top, above) if above else top, name)
+
+
+class _Builder:
+    """Makes the captured tree of a directory. Under the layer's lock; costs what was changed, no more."""
+
+    def __init__(self, layer: Changes, files: Files) -> None:
+        self._layer = layer
+        self._files = files
+        self._generations: dict[int, Generation] = {}
+
+    def settle(self, directory: Inode) -> None:
+        """Journal what memory is ahead of the journal: a write after the capture then counts as a later change."""
+        for inode in own_files(directory):
+            self._files.log.journal(inode)
+
+    def generations(self, capture: Capture) -> list[Generation]:
+        """Those in files that the capture needs."""
+        return [self._generations[number] for number in sorted(capture.generations())]
+
+    def directory(self, name: bytes, inode: Inode, path: bytes) -> CapturedEntry:
+        """A directory with what changed in it; snapshots that are bound below it have names of their own."""
+        bound = self._layer.view.area(Area.LIVE).leaves
+        lower, entries = inode.lower, []
+        for child_name, child in inode.entries.items():
+            place = join(path, child_name)
+            if child.is_directory:
+                # Clean ones too: what others changed in them has to show through after the seal.
+                if not (place in bound and child.sealed):
+                    entries.append(self.directory(child_name, child, place))
+            elif lower is None or child_name in inode.names_changed or child.below:
+                entries.append(self._file(child_name, child) if child.is_file else _entry(child_name, child))
+        anchor, child_id = (b"", NO_ID) if lower is None else (lower.anchor, lower.directory)
+        return _entry(name, inode)._replace(
+            child=child_id, anchor=anchor, removed=tuple(sorted(inode.removed)), entries=tuple(entries)
+        )
+
+    def _file(self, name: bytes, inode: Inode) -> CapturedEntry:
+        lower = inode.lower
+        entry = _entry(name, inode)._replace(
+            size=size_of(inode), child=inode.child, group=inode.group, anchor=b"" if lower is None else lower.anchor
+        )
+        content = inode.content
+        if content is None:
+            return entry
+        entry = entry._replace(child=content.recipe)
+        if content.exact and not content.is_staged:
+            return entry if content.size else entry._replace(child=NO_ID)
+        parts, data = [], []
+        for part in content.freeze():
+            generation = part.generation
+            parts.append((part.offset, part.length, part.kind, 0 if generation is None else generation.number))
+            if generation is not None and generation.path is None:
+                bytes_ = bytearray(part.length)
+                generation.read_into(part.offset, memoryview(bytes_))
+                data.append((generation.number, part.offset, bytes(bytes_)))
+            elif generation is not None:
+                self._generations[generation.number] = generation
+        return entry._replace(parts=tuple(parts), data=tuple(data), freeze=content.newest)
+
+
+class _Cleaner:
+    """After a seal: what was not changed since its capture shows through from the new version, and counts as clean."""
+
+    def __init__(self, capture: Capture, directories: dict[int, ObjectId], root: ObjectId) -> None:
+        self._counter = capture.counter
+        self._directories = directories
+        self._root = root
+
+    def clean(self, directory: Inode, anchor: bytes, path: bytes) -> None:
+        """Of one directory and all below that the version holds; `anchor` and `path` are for one without a lower."""
+        counter = self._counter
+        object_id = self._directories.get(directory.number)
+        if object_id is not None:
+            self._relower(directory, object_id, anchor, path)
+        below = 0
+        for name, child in directory.entries.items():
+            if child.is_directory and (child.number in self._directories or not child.sealed):
+                self.clean(child, anchor, join(path, name))
+            elif not child.is_directory and child.changed <= counter:
+                child.changed = child.below = 0
+            below = max(below, child.below)
+        if directory.changed <= counter:
+            directory.changed = 0
+        directory.below = max(below, directory.changed, *directory.names_changed.values(), 0)
+
+    def _relower(self, directory: Inode, object_id: ObjectId, anchor: bytes, path: bytes) -> None:
+        lower = directory.lower or Lower(anchor, path, object_id, self._root)
+        directory.lower = lower._replace(directory=object_id, root=self._root)
+        later = {name: change for name, change in directory.names_changed.items() if change > self._counter}
+        directory.names_changed = later
+        directory.removed = {name for name in later if name not in directory.entries}
+        directory.counted = 0
+
+
+def own_files(directory: Inode) -> Iterator[Inode]:
+    """The own files of a directory's tree. Under the layer's lock."""
+    todo = [directory]
+    while todo:
+        for child in todo.pop().entries.values():
+            if child.is_directory:
+                todo.append(child)
+            elif child.is_file:
+                yield child
+
+
+def _entry(name: bytes, inode: Inode) -> CapturedEntry:
+    xattrs = tuple(sorted(inode.xattrs.items()))
+    return CapturedEntry(
+        name, inode.type, inode.number, inode.mode, inode.uid, inode.gid, inode.mtime_ns, inode.ctime_ns, xattrs,
+        0, NO_ID, inode.target if inode.type is EntryType.SYMLINK else b"",
+    )  # fmt: skip

@@ -1,0 +1,363 @@
+"""Seals: directories of a layer become versions, when they are told to, or by themselves when they are quiet and whole.
+
+A seal is a capture (`capture.py`), then encoding, then publishing (`publishing.py`, in the encoder's process). A
+capture that could not be published stays, over restarts too, and is tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moonclipfs import limits
+from moonclipfs.errors import BusyError, MoonclipError, NotFoundError
+from moonclipfs.layers.capture import Capture
+from moonclipfs.layers.captured import CapturedEntry, encode_tree
+from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.names import Area
+from moonclipfs.layers.openunits import (
+    LayerBranch,
+    has_new_contents,
+    open_for_writing,
+    open_units,
+    what_is_missing,
+)
+from moonclipfs.layers.records import Sealed
+from moonclipfs.store.log import Names
+from moonclipfs.types import NO_ID, Kind, Version
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from moonclipfs.layers.layer import Layer
+
+log = logging.getLogger(__name__)
+
+_WALK_SHARE = 20
+"""Looking for units takes at most this part of the time."""
+
+
+class Worker(Protocol):
+    """What a seal needs of the encoder."""
+
+    def drain(self, inodes: Collection[Inode] | None = None, timeout: float | None = None) -> None:
+        """Store all that is staged, of these files."""
+
+    def call(self, op: str, **arguments: Any) -> Any:
+        """Run an operation that writes to the store."""
+
+
+@dataclass(slots=True)
+class _Unit:
+    """A unit with unsealed changes, as it was seen last."""
+
+    branch: LayerBranch
+    below: int
+    next_try: float
+    missing: tuple[str, ...] = ()
+
+
+class Sealer:
+    """Seals directories of one layer. Thread-safe."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        encoder: Worker,
+        *,
+        seal_after: float | None = limits.SEAL_AFTER_SECONDS,
+        keep_versions: int = limits.KEEP_VERSIONS,
+    ) -> None:
+        """Units are sealed after `seal_after` quiet seconds, None for never; of the versions that come about so, the
+        last `keep_versions` of a name are kept.
+        """
+        self._layer = layer
+        self._encoder = encoder
+        self._seal_after = seal_after
+        self._keep = max(1, keep_versions)
+        self._units: dict[int, _Unit] = {}
+        self._looked_at = -1
+        """The layer's change counter at the last look."""
+        self._next_look = 0.0
+        self._next_publish = 0.0
+        self._publishing = threading.Lock()
+        """One capture at a time, in order."""
+        self.before_publish: Callable[[Capture], None] = lambda capture: None
+        """Called between capture and publishing, for tests."""
+
+    # Told to
+
+    def seal(self, path: bytes, *, wait: bool = True, metadata: Mapping[str, object] | None = None) -> Version | None:
+        """Seal the directory at a path of the layer as it is now.
+
+        Returns its version: the one before, when nothing is new. Without `wait` it is published in the background,
+        and None is returned. A file that is open for writing is waited for shortly. Raises NotFoundError, UsageError,
+        BusyError, and what keeps files from being stored.
+        """
+        directory = self._layer.resolve(path)
+        self._wait_for_writers(path, directory)
+        with self._layer.lock:
+            bound = self._unchanged(path, directory)
+        if bound is not None:
+            return bound
+        capture = self._layer.captures.take(directory, self._metadata(directory, metadata or {}, automatic=False))
+        if not wait:
+            self._next_publish = 0.0
+            return None
+        self._drain(capture)
+        version = None
+        for one, published in self._publish_pending(until=capture.number):
+            version = published if one.number == capture.number else version
+        return version
+
+    def _wait_for_writers(self, path: bytes, directory: Inode) -> None:
+        """The kernel tells of a close when it has returned to the program: what was closed just now may seem open."""
+        deadline = time.monotonic() + limits.SEAL_WRITERS_SECONDS
+        while True:
+            with self._layer.lock:
+                files = open_for_writing(directory)
+                names = sorted(self._layer.path(inode) for inode in files)
+            if not names:
+                return
+            if time.monotonic() >= deadline:
+                raise BusyError(
+                    f"/{os.fsdecode(path)} cannot be sealed: {os.fsdecode(names[0])} is open for writing"
+                    + (f", and {len(names) - 1} more" if names[1:] else "")
+                )
+            time.sleep(0.02)
+
+    def _unchanged(self, path: bytes, directory: Inode) -> Version | None:
+        """The bound version of a directory that has nothing to seal."""
+        version = self._layer.view.area(Area.LIVE).leaves.get(path)
+        if not isinstance(version, Version) or directory.below or version.sequence != directory.sealed:
+            return None
+        return None if version.metadata.get("automatic") or version.metadata.get("incomplete") else version
+
+    def _metadata(
+        self, directory: Inode, more: Mapping[str, object], *, automatic: bool, incomplete: bool = False
+    ) -> dict[str, object]:
+        metadata: dict[str, object] = {"automatic": automatic, "layer": self._layer.name}
+        with self._layer.lock:
+            numbers = [directory.number, *(child.number for child in directory.entries.values() if child.is_directory)]
+        if provenance := self._layer.captures.writers.provenance(numbers):
+            metadata["provenance"] = provenance
+        if incomplete:
+            metadata["incomplete"] = True
+        return {**metadata, **more}
+
+    # By itself
+
+    def tick(self, now: float) -> None:
+        """Publish what waits, and seal what has become quiet and complete; `now` is of the monotonic clock.
+
+        Called about once a second; cheap when nothing changed. Raises what keeps a capture from being published: it
+        is tried again after `limits.RETRY_SECONDS`.
+        """
+        if len(self._layer.captures) and now >= self._next_publish:
+            self._next_publish = now + limits.RETRY_SECONDS
+            self._publish_pending()
+        if self._seal_after is None:
+            return
+        self._look(now)
+        for unit in list(self._units.values()):
+            if now >= unit.next_try:
+                self._try(unit, now)
+
+    def missing(self) -> dict[str, list[str]]:
+        """What units that are quiet lack, by path."""
+        return {os.fsdecode(unit.branch.path): list(unit.missing) for unit in self._units.values() if unit.missing}
+
+    def close(self, clean: bool = True) -> None:
+        """Publish what waits; at a clean end, seal what is left too, as `incomplete` where something is missing.
+
+        Tries all, then raises the first error.
+        """
+        failure: MoonclipError | None = None
+        try:
+            self._publish_pending()
+            units = open_units(self._layer) if clean and self._seal_after is not None else []
+        except MoonclipError as error:
+            failure, units = error, []
+        for branch in units:
+            try:
+                self._seal_at_end(branch)
+            except MoonclipError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _seal_at_end(self, branch: LayerBranch) -> None:
+        with self._layer.lock:
+            wanted = has_new_contents(branch.inode) and not open_for_writing(branch.inode)
+        if wanted:
+            missing = what_is_missing(self._layer, branch.path, branch.inode)
+            self._seal_unit(branch, incomplete=bool(missing))
+
+    def _look(self, now: float) -> None:
+        """Find the units with changes, unless there can be no others than at the last look."""
+        counter = self._layer.counter
+        if counter == self._looked_at or now < self._next_look:
+            return
+        began, after = time.monotonic(), self._seal_after or 0.0
+        seen: dict[int, _Unit] = {}
+        for branch in open_units(self._layer):
+            known, below = self._units.get(branch.inode.number), branch.inode.below
+            if known is None or known.below != below:
+                known = _Unit(branch, below, now + after)
+            known.branch = branch
+            seen[branch.inode.number] = known
+        self._units, self._looked_at = seen, counter
+        self._next_look = now + _WALK_SHARE * (time.monotonic() - began)
+
+    def _try(self, unit: _Unit, now: float) -> None:
+        """Seal a unit that was quiet, if it is whole."""
+        unit.next_try = now + limits.RETRY_SECONDS
+        branch = unit.branch
+        with self._layer.lock:
+            writers = open_for_writing(branch.inode)
+            if not branch.inode.links or branch.inode.below != unit.below:
+                return  # the next look sees it
+            if not has_new_contents(branch.inode):
+                unit.missing = ()
+                return
+        if writers:
+            unit.missing = (f"{len(writers)} files are open for writing",)
+            unit.next_try = now + min(limits.RETRY_SECONDS, self._seal_after or 0.0)
+            return
+        unit.missing = tuple(what_is_missing(self._layer, branch.path, branch.inode))
+        if not unit.missing:
+            self._seal_unit(branch)
+
+    def _seal_unit(self, branch: LayerBranch, *, incomplete: bool = False) -> None:
+        metadata = self._metadata(branch.inode, {}, automatic=True, incomplete=incomplete)
+        capture = self._layer.captures.take(branch.inode, metadata)
+        for one, version in self._publish_pending(until=capture.number):
+            if one.number == capture.number and version is not None:
+                self._forget_old(version)
+
+    def _forget_old(self, version: Version) -> None:
+        """Of the automatic versions of a name, keep the last ones only."""
+        kept = self._layer.store.names().versions(version.path)
+        automatic = [one.number for one in kept if one.metadata.get("automatic") and not one.removed]
+        if old := automatic[: -self._keep]:
+            try:
+                self._layer.store.log.forget([(version.path, number) for number in old])
+            except NotFoundError:
+                return  # another process was faster; what it left is for the next seal
+
+    # Publishing
+
+    def _drain(self, capture: Capture) -> None:
+        """Encode with all cores what the capture needs; what has changed since is encoded when it is published."""
+        with self._layer.lock:
+            numbers = {entry.inode for entry in capture.tree.walk() if entry.parts}
+            inodes = [inode for number in numbers if (inode := self._layer.state.own.get(number)) is not None]
+        if inodes:
+            self._encoder.drain(inodes)
+
+    def _publish_pending(self, until: int | None = None) -> list[tuple[Capture, Version | None]]:
+        """Publish captures in their order, all or up to one. Raises what keeps the first from it."""
+        done = []
+        with self._publishing:
+            for capture in self._layer.captures.pending():
+                if until is None or capture.number <= until:
+                    self.before_publish(capture)
+                    done.append((capture, self._publish(capture)))
+        return done
+
+    def _publish(self, capture: Capture) -> Version | None:
+        layer = self._layer
+        found: list[Version | None] = []
+        with layer.naming():
+            with layer.lock:
+                path, request = self._request(capture)
+            answer = self._encoder.call("publish", **request)
+
+            def settle(names: Names) -> None:
+                self._settle(capture, answer)
+                found.append(_version(names, answer["sequence"]))
+
+            layer.adopt_newest(time.time_ns(), settle)
+            self._follow(capture, path, found)
+        return found[-1]
+
+    def _path(self, capture: Capture) -> bytes | None:
+        """Where the captured directory is now; None when it is gone."""
+        directory = self._layer.state.own.get(capture.directory)
+        return None if directory is None else self._layer.state.path(directory)
+
+    def _request(self, capture: Capture) -> tuple[bytes, dict[str, Any]]:
+        """What `publishing.publish` is to do, and where. Under the lock."""
+        path = self._path(capture)
+        place = capture.path if path is None else path
+        staged = {generation.number: generation.path for generation in capture.pinned if generation.path is not None}
+        return place, {
+            "path": place,
+            "tree": encode_tree(self._resolved(capture.tree, capture.counter)),
+            "staged": staged,
+            "metadata": capture.metadata,
+            "base": capture.base if capture.base != NO_ID else capture.tree.child,
+            "gone": path is None,
+        }
+
+    def _resolved(self, entry: CapturedEntry, counter: int) -> CapturedEntry:
+        """A captured tree, where files that have not changed since and are stored come from their recipes."""
+        if entry.is_directory:
+            return entry._replace(entries=tuple(self._resolved(one, counter) for one in entry.entries))
+        inode = self._layer.state.own.get(entry.inode)
+        if not entry.parts or inode is None or inode.changed > counter:
+            return entry
+        content = inode.content
+        if content is None:
+            return entry._replace(parts=(), data=(), child=inode.child, size=inode.size)
+        if content.exact and not content.is_staged:
+            return entry._replace(parts=(), data=(), child=content.recipe, size=content.size)
+        return entry
+
+    def _settle(self, capture: Capture, answer: Mapping[str, Any]) -> None:
+        """Journal what became of a capture. Under the lock."""
+        layer = self._layer
+        record = Sealed(
+            capture.number, answer["path"], answer["number"], answer["sequence"], answer["root"],
+            tuple((number, object_id) for number, object_id in answer["directories"]), answer["ours"],
+        )  # fmt: skip
+        refs = [(Kind.DIRECTORY, answer["root"]), (Kind.DIRECTORY, answer["ours"])]
+        refs += [(Kind.DIRECTORY, object_id) for _, object_id in answer["directories"]]
+        for number, freeze, recipe, size in answer["files"]:
+            inode = layer.state.own.get(number)
+            if inode is not None:
+                layer.files.jobs.encoded(inode, freeze, recipe, size)
+        layer.record(record, refs)
+        directory = layer.state.own.get(capture.directory)
+        if directory is not None:
+            layer.captures.show_foreign(directory, list(answer["foreign"]))
+
+    def _follow(self, capture: Capture, path: bytes, found: list[Version | None]) -> None:
+        """Where the directory was renamed while it was published, its name goes along."""
+        layer, version = self._layer, found[-1]
+        with layer.lock:
+            now = self._path(capture)
+        if now is None or now == path or version is None:
+            return
+        try:
+            layer.store.log.move(os.fsdecode(path), os.fsdecode(now))
+        except MoonclipError as error:
+            log.warning("/%s was renamed while it was sealed; its snapshot keeps that name: %s", version.path, error)
+            return
+        layer.adopt_newest(time.time_ns(), lambda names: found.append(_version(names, version.sequence)))
+
+
+def _version(names: Names, sequence: int) -> Version | None:
+    return next((one for one in names.all_versions() if one.sequence == sequence), None)
+
+
+def note_writer(layer: Layer, inode: Inode, pid: int) -> None:
+    """Process `pid` opened a file of a layer for writing: it is told in the log when that is sealed. Never fails."""
+    parent = next(iter(inode.links), None)
+    if parent is not None:
+        layer.captures.writers.note(parent[0], pid)

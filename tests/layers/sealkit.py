@@ -1,0 +1,105 @@
+"""Layers with checkpoints in them, and an encoder without a process, for tests of seals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+import msgpack
+
+from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.publishing import publish
+from moonclipfs.store.store import Store
+from moonclipfs.types import EntryType, Version
+from tests.formats.samples import entry, safetensors
+from tests.layers.filekit import encode, read_all, write_file
+
+
+class LocalEncoder:
+    """Does at once, in this process, what the encoder has its own for."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.calls: list[dict[str, Any]] = []
+
+    def drain(self, inodes: Collection[Inode] | None = None, timeout: float | None = None) -> None:
+        encode(self.layer, *self.layer.take_jobs(time.monotonic(), urgent=True, inodes=inodes))
+
+    def call(self, op: str, **arguments: Any) -> Any:
+        assert op == "publish"
+        self.calls.append(arguments)
+        return carried(publish(self.layer.store, carried(arguments)))
+
+
+def carried(value: Any) -> Any:
+    """As it arrives at the other process."""
+    return msgpack.unpackb(msgpack.packb(value, use_bin_type=True), raw=False, use_list=False, strict_map_key=False)
+
+
+def model(seed: int = 0, length: int = 4000) -> bytes:
+    """A whole file of safetensors."""
+    data = bytes((seed * 7 + i) % 251 for i in range(length))
+    return safetensors({"w": entry("U8", [length], 0, length)}, data)
+
+
+def directory(layer: Layer, path: str, now_ns: int = 1) -> Inode:
+    """The directory at a path, with all above, made where it is missing."""
+    inode = layer.root
+    for name in path.encode().split(b"/"):
+        try:
+            inode = layer.lookup(inode, name)
+        except Exception:  # it is not there
+            inode = layer.make(inode, name, EntryType.DIRECTORY, 0o755, 0, 0, now_ns)
+    return inode
+
+
+def put(layer: Layer, path: str, data: bytes) -> Inode:
+    """A new file, or a new content of one, with all directories above."""
+    above, _, name = path.rpartition("/")
+    place = directory(layer, above) if above else layer.root
+    try:
+        layer.unlink(place, name.encode(), 1)
+    except Exception:  # it is not there
+        pass
+    return write_file(layer, name.encode(), data, place)
+
+
+def tree(layer: Layer, path: str = "") -> dict[str, bytes]:
+    """The bytes of all files below a path."""
+    found: dict[str, bytes] = {}
+    todo = [(layer.resolve(path.encode()), "")]
+    while todo:
+        inode, prefix = todo.pop()
+        for name in layer.names_in(inode):
+            child = layer.lookup(inode, name)
+            place = prefix + name.decode()
+            if child.is_directory:
+                todo.append((child, place + "/"))
+            elif child.is_file:
+                found[place] = read_all(layer, child)
+    return found
+
+
+def identities(layer: Layer, path: str = "") -> dict[str, tuple[object, ...]]:
+    """What a seal never changes: inode numbers, times, modes, sizes and link counts, by path."""
+    found: dict[str, tuple[object, ...]] = {}
+    todo = [(layer.resolve(path.encode()), "")]
+    while todo:
+        inode, place = todo.pop()
+        status = layer.stat(inode)
+        found[place] = (inode.number, *status)
+        if inode.is_directory:
+            todo += [(layer.lookup(inode, name), f"{place}/{name.decode()}") for name in layer.names_in(inode)]
+    return found
+
+
+def stored(store: Store, version: Version) -> dict[str, bytes]:
+    """The bytes of all files of a version."""
+    found = {}
+    for path, one in store.walk(version):
+        if one.type is EntryType.FILE:
+            reader = store.open_file(one)
+            found[path.decode()] = reader.read(0, reader.size)
+    return found
