@@ -13,7 +13,6 @@ cdef extern from "fuse_init.h" nogil:
     void fuse_init_arm(uint64_t wanted)
     int fuse_init_active()
     uint64_t fuse_init_granted()
-    int fuse_init_kills()
     void fuse_init_request(const char *request, size_t length)
     void fuse_init_reply(const iovec *parts, int count)
 
@@ -31,11 +30,6 @@ def active():
 def granted():
     """The INIT flags that the kernel was told; 0 before the mount was greeted."""
     return fuse_init_granted()
-
-
-def kills_privileges():
-    """True when the request that was read last tells to clear setuid and setgid; ask before anything is awaited."""
-    return bool(fuse_init_kills())
 
 
 def feed_request(const unsigned char[::1] request):

@@ -18,22 +18,10 @@
 /* The layout of messages, fixed by the kernel (linux/fuse.h, which may be too old to have all of it). */
 enum { IN_OPCODE = 4, IN_UNIQUE = 8, IN_BODY = 40 };
 enum { OUT_BYTES = 16, OUT_ERROR = 4, OUT_UNIQUE = 8 };
-enum { SETATTR = 4, OPEN = 14, WRITE = 16, INIT = 26, CREATE = 35 };
+enum { INIT = 26 };
 enum { INIT_IN_FLAGS = IN_BODY + 12, INIT_IN_FLAGS2 = IN_BODY + 16 };
 enum { INIT_OUT_FLAGS = 12, INIT_OUT_FLAGS2 = 32, INIT_OUT_BYTES = 64 };
 #define INIT_EXT (1u << 30) /* flags2 counts */
-
-/* Where each request says that the bits setuid and setgid must go, and how. */
-static const struct {
-    uint32_t opcode;
-    size_t at;
-    uint32_t bit;
-} KILLS[] = {
-    {WRITE, IN_BODY + 20, 1u << 2},
-    {SETATTR, IN_BODY, 1u << 11},
-    {OPEN, IN_BODY + 4, 1u << 0},
-    {CREATE, IN_BODY + 12, 1u << 0},
-};
 
 struct fuse_session;
 
@@ -45,7 +33,7 @@ struct custom_io { /* fuse_custom_io, as far as every libfuse that has it knows 
 
 static struct {
     uint64_t wanted, offered, granted, unique; /* of the INIT request, until it is answered */
-    int armed, active, kills;
+    int armed, active;
 } state;
 
 static uint32_t get32(const char *at)
@@ -67,21 +55,9 @@ static void put32(char *at, uint32_t value)
     memcpy(at, &value, sizeof value);
 }
 
-static int tells_to_kill(const char *request, size_t length)
-{
-    const uint32_t opcode = get32(request + IN_OPCODE);
-    for (size_t i = 0; i < sizeof KILLS / sizeof *KILLS; i++)
-        if (KILLS[i].opcode == opcode)
-            return length >= KILLS[i].at + 4 && (get32(request + KILLS[i].at) & KILLS[i].bit) != 0;
-    return 0;
-}
-
 void fuse_init_request(const char *request, size_t length)
 {
-    if (length < IN_BODY)
-        return;
-    state.kills = tells_to_kill(request, length);
-    if (get32(request + IN_OPCODE) != INIT || length < INIT_IN_FLAGS2)
+    if (length < INIT_IN_FLAGS2 || get32(request + IN_OPCODE) != INIT)
         return;
     state.offered = get32(request + INIT_IN_FLAGS);
     if ((state.offered & INIT_EXT) && length >= INIT_IN_FLAGS2 + 4)
@@ -184,9 +160,4 @@ int fuse_init_active(void)
 uint64_t fuse_init_granted(void)
 {
     return state.granted;
-}
-
-int fuse_init_kills(void)
-{
-    return state.kills;
 }

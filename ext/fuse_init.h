@@ -14,9 +14,6 @@ int fuse_init_active(void);
 /* The flags of the reply to INIT, 0 before it. */
 uint64_t fuse_init_granted(void);
 
-/* 1 when the last request that was read tells the server to clear the bits setuid and setgid of a file. */
-int fuse_init_kills(void);
-
 /* Take note of a request of any length and content; change a reply that is the one to INIT. For tests, too. */
 void fuse_init_request(const char *request, size_t length);
 void fuse_init_reply(const struct iovec *parts, int count);

@@ -34,7 +34,10 @@ def main() -> None:
         said["isolation"] = _follow(lifeline_fd, request["isolation"])
 
     from moonclipfs.errors import MoonclipError
+    from moonclipfs.fuse import initflags
     from moonclipfs.fuse.prepare import MountOptions
+
+    initflags.load()
     from moonclipfs.fuse.server import serve, set_up_log
 
     def report(message: Mapping[str, Any]) -> None:
@@ -49,7 +52,7 @@ def main() -> None:
     try:
         set_up_log(options.log, request["place"], background=True)
         os.chdir("/")
-        serve(request["store"], request["place"], options, ready)
+        sys.exit(serve(request["store"], request["place"], options, ready))
     except MoonclipError as error:
         report({"error": type(error).__name__, "message": str(error)})
         sys.exit(error.exit_code)

@@ -72,6 +72,8 @@ class ControlServer:
         self._operations = operations
         self._verbs = verbs or {}
         self._threads = trio.CapacityLimiter(limits.CONTROL_CLIENTS)
+        self._answering = 0
+        self._answered = trio.Event()
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         before = os.umask(0o177)
@@ -114,6 +116,12 @@ class ControlServer:
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._socket.dup()))
         await trio.serve_listeners(client, [listener])
 
+    async def idle(self) -> None:
+        """Return when no request is being answered."""
+        while self._answering:
+            self._answered = trio.Event()
+            await self._answered.wait()
+
     async def _talk(self, stream: trio.SocketStream) -> None:
         credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         _, uid, _ = _PEER.unpack(credentials)
@@ -126,7 +134,12 @@ class ControlServer:
                 while (end := received.find(b"\n")) >= 0 and end < limits.CONTROL_LINE_BYTES:
                     line = bytes(received[:end])
                     del received[: end + 1]
-                    await stream.send_all(json.dumps(await self._answer(line)).encode() + b"\n")
+                    self._answering += 1
+                    try:
+                        await stream.send_all(json.dumps(await self._answer(line)).encode() + b"\n")
+                    finally:
+                        self._answering -= 1
+                        self._answered.set()
                 if len(received) > limits.CONTROL_LINE_BYTES:
                     return
 

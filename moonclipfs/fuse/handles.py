@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from moonclipfs import limits
 from moonclipfs.errors import LimitError
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.tree import Node
-from moonclipfs.store.filereader import FileReader
-from moonclipfs.types import Version
+from moonclipfs.types import Buffer, Version
 
 
 class Stream:
@@ -22,17 +22,42 @@ class Stream:
         self.run = size
 
 
-class FileHandle:
-    """An open file. `sequence` is the log record whose names are held for it."""
+class Reader(Protocol):
+    """The bytes of an open file, as `FileReader` gives them; those of a file that is written to change."""
 
-    __slots__ = ("node", "reader", "sequence", "streams", "users")
+    @property
+    def size(self) -> int:
+        """Bytes from the beginning to the end."""
+        ...
 
-    def __init__(self, node: Node, reader: FileReader, sequence: int) -> None:
-        self.node = node
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """Fill `out` from `offset` on, up to the end of the file; return the count of bytes. Raises CorruptError."""
+        ...
+
+    def cached(self, offset: int, length: int) -> Buffer | None:
+        """The bytes of a range, clipped to the file, if they are there without waiting; else None."""
+        ...
+
+    def prefetch(self, offset: int, length: int) -> None:
+        """Get a range, clipped to the file, ready. Raises CorruptError."""
+        ...
+
+
+class ReadHandle:
+    """An open file, as far as reading it goes. `sequence` is the log record whose names are held for it."""
+
+    __slots__ = ("reader", "sequence", "streams", "users")
+
+    def __init__(self, reader: Reader, sequence: int) -> None:
         self.reader = reader
         self.sequence = sequence
         self.users = 0
         self.streams: list[Stream] = []
+
+    @property
+    def place(self) -> str:
+        """The path from the root of the mount, for messages."""
+        raise NotImplementedError
 
     def follow(self, offset: int, size: int) -> Stream | None:
         """Take note of a read; return its stream if it continues one, or begins one at the head of the file."""
@@ -46,6 +71,21 @@ class FileHandle:
         self.streams.append(stream)
         del self.streams[: -limits.STREAMS]
         return stream if offset == 0 else None
+
+
+class FileHandle(ReadHandle):
+    """An open file of a snapshot, shared by all who have it open."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Node, reader: Reader, sequence: int) -> None:
+        super().__init__(reader, sequence)
+        self.node = node
+
+    @property
+    def place(self) -> str:
+        """The path from the root of the mount, for messages."""
+        return self.node.place
 
 
 class DirectoryHandle:
@@ -71,7 +111,7 @@ class Handles:
     def __len__(self) -> int:
         return len(self.files) + len(self.directories)
 
-    def open_file(self, inode: int, node: Node, reader: FileReader, sequence: int) -> int:
+    def open_file(self, inode: int, node: Node, reader: Reader, sequence: int) -> int:
         """Count one more user of a file; return its handle. Raises LimitError."""
         handle = self.files.get(inode)
         if handle is None:

@@ -55,11 +55,3 @@ def active() -> bool:
 def granted() -> int:
     """The flags that hold for the mount; 0 when that is not known."""
     return int(_extension.granted()) if _extension is not None else 0
-
-
-def kills_privileges() -> bool:
-    """Must setuid and setgid of the file go with the request in hand? To be asked before anything is awaited.
-
-    Where nobody tells, they must: more often than need be, when root writes.
-    """
-    return bool(_extension.kills_privileges()) if _extension is not None and _extension.active() else True

@@ -8,12 +8,15 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from moonclipfs import errors, limits
-from moonclipfs.errors import BusyError, MountError, NotFoundError
-from moonclipfs.fuse.control import runtime_path, server_pid
+from moonclipfs.errors import BusyError, MoonclipError, MountError, NotFoundError
+from moonclipfs.fuse import initflags
+from moonclipfs.fuse.control import ask, runtime_path, server_pid
 from moonclipfs.fuse.holders import find_holders
 from moonclipfs.fuse.mounts import Mount, find_mounts, mount_at, real_place
 from moonclipfs.fuse.prepare import MountOptions, detach, prepare
@@ -21,13 +24,14 @@ from moonclipfs.fuse.prepare import MountOptions, detach, prepare
 __all__ = ["Mount", "MountOptions", "find_mounts", "mount", "unmount"]
 
 _EXIT_SECONDS = 30.0
+_TELL_SECONDS = 1.0
 _SERVER = Path(__file__).with_name("__main__.py")
 
 
 def mount(
     store_path: str | os.PathLike[str], mountpoint: str | os.PathLike[str], options: MountOptions | None = None
 ) -> int:
-    """Mount a store, read-only; return 0 once the mount answers, or, with `foreground`, when it was unmounted.
+    """Mount a store; return 0 once the mount answers, or, with `foreground`, when it was unmounted.
 
     Raises BusyError, FormatVersionError, FuseUnavailableError, MountError, NotFoundError, PermissionDeniedError,
     UsageError: nothing is mounted then, and no process left.
@@ -38,16 +42,21 @@ def mount(
     if not options.foreground:
         return _mount_in_background(store, place, options)
 
+    initflags.load()
     from moonclipfs.fuse.server import serve, set_up_log
 
     set_up_log(options.log, place, background=False)
     return serve(store, place, options, ready=lambda: None)
 
 
-def unmount(mountpoint: str | os.PathLike[str], *, lazy: bool = False) -> None:
-    """Unmount, and wait until the server is gone. `lazy` returns at once, and serves what is open until it is closed.
+def unmount(
+    mountpoint: str | os.PathLike[str], *, lazy: bool = False, waiting: Callable[[int], None] | None = None
+) -> None:
+    """Unmount, and wait until what was written is stored and the server is gone. `waiting` is called now and then
+    with the bytes that are still to be stored. `lazy` returns at once, and serves what is open until it is closed.
 
-    Raises NotFoundError when no store is mounted there, BusyError naming who uses it, MountError.
+    Raises NotFoundError when no store is mounted there, BusyError naming who uses it, MountError, also when something
+    could not be stored: it is staged then.
     """
     place = real_place(os.fspath(mountpoint))
     found = mount_at(place)
@@ -60,9 +69,35 @@ def unmount(mountpoint: str | os.PathLike[str], *, lazy: bool = False) -> None:
             raise BusyError(_busy(found))
         raise MountError(f"cannot unmount {place}: {result.stderr.strip()}")
     if pid is not None and not lazy:
+        problems = _wait_for_end(place, waiting) if found.writable else []
         _wait_for_exit(pid)
+        if problems:
+            raise MountError(f"unmounted, but not everything is stored, and stays staged: {'; '.join(problems)}")
     if server_pid(place) is None:
         runtime_path(place, "sock").unlink(missing_ok=True)  # of a server that was killed
+
+
+def _wait_for_end(place: str, waiting: Callable[[int], None] | None) -> list[str]:
+    """Return when a server has stored what was written, with what it could not store."""
+    problems: list[str] = []
+
+    def ended() -> None:
+        try:
+            problems.extend(ask(place, "ended", None)["problems"])
+        except MoonclipError:
+            pass  # it is gone already; what went wrong is in its log
+
+    thread = threading.Thread(target=ended, daemon=True)
+    thread.start()
+    thread.join(_TELL_SECONDS)
+    while thread.is_alive():
+        if waiting is not None:
+            try:
+                waiting(int(ask(place, "status")["staged_bytes"]))
+            except MoonclipError:
+                pass  # it has just ended
+        thread.join(_TELL_SECONDS)
+    return problems
 
 
 def _mount_in_background(store: str, place: str, options: MountOptions) -> int:

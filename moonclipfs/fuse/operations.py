@@ -23,37 +23,59 @@ from pyfuse3 import ModeT as Mode
 from pyfuse3 import XAttrNameT as XattrName
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, MoonclipError, NotFoundError
+from moonclipfs.errors import (
+    CorruptError,
+    CrossTreeError,
+    DirectoryError,
+    ExistsError,
+    MoonclipError,
+    NameTooLongError,
+    NoDirectoryError,
+    NoSpaceError,
+    NotEmptyError,
+    NotFoundError,
+    NotPermittedError,
+    ReadOnlyError,
+    TooManyLinksError,
+    UsageError,
+)
 from moonclipfs.fuse.handles import Handles
 from moonclipfs.fuse.nodes import NodeTable
 from moonclipfs.fuse.reading import Reads
 from moonclipfs.layers.holds import Holds
+from moonclipfs.layers.lookup import Status
 from moonclipfs.layers.tree import XATTR_PREFIX, Node, NotCachedError, Stat, Tree
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
-Handler = Callable[Concatenate["Operations", P], Coroutine[Any, Any, T]]
+S = TypeVar("S", bound="Operations")
+Handler = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 
-_DOTS = [b".", b".."]
+DOTS = [b".", b".."]
 _BLOCK_SIZE = 1 << 20
 """What programs are told is a good length to read at a time."""
+_ORDINARY = (
+    CrossTreeError, DirectoryError, ExistsError, NameTooLongError, NoDirectoryError, NoSpaceError, NotEmptyError,
+    NotFoundError, NotPermittedError, ReadOnlyError, TooManyLinksError, UsageError,
+)  # fmt: skip
+"""What a program is told by an errno, and nobody else needs to know."""
 
 
-def _answers(handler: Handler[P, T]) -> Handler[P, T]:
+def answers(handler: Handler[S, P, T]) -> Handler[S, P, T]:
     """Count a request; let nothing but FUSEError out."""
     name = handler.__name__
 
     @wraps(handler)
-    async def answer(self: Operations, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def answer(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         self.requests[name] += 1
         self.in_work += 1
         try:
             return await handler(self, *args, **kwargs)
         except FUSEError:
             raise
-        except NotFoundError as error:
-            raise FUSEError(errno.ENOENT) from error
+        except _ORDINARY as error:
+            raise FUSEError(error.errno) from error
         except MoonclipError as error:
             node = self.node_of(name, args)
             if isinstance(error, CorruptError) and node is not None and not self.tree.is_kept(node):
@@ -70,7 +92,7 @@ def _answers(handler: Handler[P, T]) -> Handler[P, T]:
 
 
 class Operations(pyfuse3.Operations):
-    """One mounted store."""
+    """One mounted store, as far as looking and reading go."""
 
     supports_dot_lookup = False
 
@@ -109,7 +131,7 @@ class Operations(pyfuse3.Operations):
             return f"of {node.place} at offset {args[1]}, {args[2]} bytes"
         return f"of {args[1]!r} in {node.place}" if name == "lookup" else f"of {node.place}"
 
-    @_answers
+    @answers
     async def lookup(self, parent_inode: Inode, name: Name, ctx: RequestContext) -> EntryAttributes:
         """Find a name. The kernel may remember what a snapshot does not hold as absent."""
         parent = self.nodes[parent_inode]
@@ -130,31 +152,31 @@ class Operations(pyfuse3.Operations):
         for inode, count in inode_list:
             self.nodes.forget(inode, count)
 
-    @_answers
+    @answers
     async def getattr(self, inode: Inode, ctx: RequestContext) -> EntryAttributes:
         """stat."""
         node = self.nodes[inode]
         return _attributes(inode, node, await self._ask(self.tree.stat, node))
 
-    @_answers
+    @answers
     async def readlink(self, inode: Inode, ctx: RequestContext) -> Name:
         """The text of a symlink."""
         return Name(self.nodes[inode].entry.target)
 
-    @_answers
+    @answers
     async def access(self, inode: Inode, mode: int, ctx: RequestContext) -> bool:
         """The kernel itself checks modes (the mount option default_permissions)."""
         return True
 
-    @_answers
+    @answers
     async def opendir(self, inode: Inode, ctx: RequestContext) -> Handle:
         """Take down the names of a directory, as they are from here until it is closed."""
         node, sequence = self.nodes[inode], self.tree.view.sequence
         with self.holds.pinned(sequence):  # the names may change while the store is asked
             names = await self._ask(self.tree.names_in, node)
-            return Handle(self.handles.open_directory(node, _DOTS + names, sequence))
+            return Handle(self.handles.open_directory(node, DOTS + names, sequence))
 
-    @_answers
+    @answers
     async def readdir(self, fh: Handle, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         """Names and attributes from number `start_id` on, as many as fit."""
         handle, at, added = self.handles.directories[fh], start_id, 0
@@ -164,7 +186,7 @@ class Operations(pyfuse3.Operations):
                 for name, child in zip(batch, children, strict=True):
                     at += 1
                     if child is not None:
-                        if not self._add_to_listing(token, name, *child, at):
+                        if not self._list(token, name, *child, at):
                             return
                         added += 1
             except Exception:
@@ -172,11 +194,9 @@ class Operations(pyfuse3.Operations):
                     raise
                 return  # the kernel gets what there is, counts it, and asks again from there: then it is told
 
-    def _add_to_listing(
-        self, token: pyfuse3.ReaddirToken, name: bytes, node: Node, status: Stat, following: int
-    ) -> bool:
+    def _list(self, token: pyfuse3.ReaddirToken, name: bytes, node: Node, status: Stat, following: int) -> bool:
         """Add a line if it fits. Each is one more mention of its node to the kernel, but for the dots."""
-        if name in _DOTS:
+        if name in DOTS:
             return pyfuse3.readdir_reply(token, Name(name), _attributes(node.inode, node, status), following)
         attributes = self._mention(node, status)
         fits = pyfuse3.readdir_reply(token, Name(name), attributes, following)
@@ -193,12 +213,12 @@ class Operations(pyfuse3.Operations):
             self.nodes.forget(inode, 1)
             raise
 
-    @_answers
+    @answers
     async def releasedir(self, fh: Handle) -> None:
         """Close a directory."""
         self.handles.release_directory(fh)
 
-    @_answers
+    @answers
     async def open(self, inode: Inode, flags: int, ctx: RequestContext) -> FileInfo:
         """Open a file for reading; its pages stay valid in the kernel for as long as its inode number is used."""
         if flags & os.O_ACCMODE != os.O_RDONLY:
@@ -208,12 +228,12 @@ class Operations(pyfuse3.Operations):
             reader = await trio.to_thread.run_sync(self.tree.open, node, limiter=self._threads)
             return FileInfo(fh=Handle(self.handles.open_file(inode, node, reader, sequence)), keep_cache=True)
 
-    @_answers
+    @answers
     async def read(self, fh: Handle, off: int, size: int) -> bytes:
         """Bytes of a file, fewer than asked only at its end; what is damaged or missing is EIO."""
         return await self.reads.read(self.handles.files[fh], off, size)  # type: ignore[return-value]  # any buffer does
 
-    @_answers
+    @answers
     async def release(self, fh: Handle) -> None:
         """Close a file: the last of its users, perhaps."""
         handle = self.handles.files[fh]
@@ -221,19 +241,19 @@ class Operations(pyfuse3.Operations):
         if not handle.users:
             self.reads.closed(handle)
 
-    @_answers
+    @answers
     async def flush(self, fh: Handle) -> None:
         """Nothing is ever dirty."""
 
-    @_answers
+    @answers
     async def fsync(self, fh: Handle, datasync: bool) -> None:
         """Nothing is ever dirty."""
 
-    @_answers
+    @answers
     async def fsyncdir(self, fh: Handle, datasync: bool) -> None:
         """Nothing is ever dirty."""
 
-    @_answers
+    @answers
     async def statfs(self, ctx: RequestContext) -> StatvfsData:
         """Size and free space of the disk that the store is on."""
         disk = await trio.to_thread.run_sync(os.statvfs, self._disk, limiter=self._threads)
@@ -243,7 +263,7 @@ class Operations(pyfuse3.Operations):
         answer.f_namemax = limits.NAME_BYTES
         return answer
 
-    @_answers
+    @answers
     async def getxattr(self, inode: Inode, name: XattrName, ctx: RequestContext) -> bytes:
         """A stored or computed attribute. Families that a snapshot never holds are not supported: asked once, not ever
         again by many programs, and by the kernel itself.
@@ -258,18 +278,10 @@ class Operations(pyfuse3.Operations):
         except NotFoundError as error:
             raise FUSEError(pyfuse3.ENOATTR) from error
 
-    @_answers
+    @answers
     async def listxattr(self, inode: Inode, ctx: RequestContext) -> Sequence[XattrName]:
         """The attributes that a copy should carry."""
         return [XattrName(name) for name in self.tree.xattr_names(self.nodes[inode])]
-
-    @_answers
-    async def _refuse(self, *_args: object) -> NoReturn:
-        """A request that would change something."""
-        raise FUSEError(errno.EROFS)
-
-    setattr = mknod = mkdir = unlink = rmdir = symlink = rename = link = _refuse  # type: ignore[assignment]
-    create = write = setxattr = removexattr = _refuse  # type: ignore[assignment]
 
     async def _ask(self, question: Callable[..., T], *args: object) -> T:
         """Ask the tree: at once if it knows the answer, else on a worker thread."""
@@ -279,14 +291,30 @@ class Operations(pyfuse3.Operations):
             return await trio.to_thread.run_sync(partial(question, *args, wait=True), limiter=self._threads)
 
 
+class ReadOnlyOperations(Operations):
+    """A mount that nothing is written to."""
+
+    @answers
+    async def _refuse(self, *_args: object) -> NoReturn:
+        """A request that would change something."""
+        raise FUSEError(errno.EROFS)
+
+    setattr = mknod = mkdir = unlink = rmdir = symlink = rename = link = _refuse  # type: ignore[assignment]
+    create = write = setxattr = removexattr = _refuse  # type: ignore[assignment]
+
+
 def _attributes(inode: int, node: Node, stat: Stat) -> EntryAttributes:
-    """pyfuse3's form of a stat, and how long the kernel may believe it."""
+    """pyfuse3's form of what stat says of a node, and how long the kernel may believe it."""
+    timeout = limits.NAME_TIMEOUT_SECONDS if node.is_name else limits.CONTENT_TIMEOUT_SECONDS
+    return entry_attributes(inode, stat, stat.mtime_ns, -(-stat.size // 512), timeout)
+
+
+def entry_attributes(inode: int, stat: Stat | Status, atime_ns: int, blocks: int, timeout: float) -> EntryAttributes:
+    """pyfuse3's form of a stat; the kernel may believe it, and the name, for `timeout` seconds."""
     entry = EntryAttributes()
     entry.st_ino = Inode(inode)
     entry.generation = 0
-    entry.entry_timeout = entry.attr_timeout = (
-        limits.NAME_TIMEOUT_SECONDS if node.is_name else limits.CONTENT_TIMEOUT_SECONDS
-    )
+    entry.entry_timeout = entry.attr_timeout = timeout
     entry.st_mode = Mode(stat.mode)
     entry.st_nlink = stat.nlink
     entry.st_uid = stat.uid
@@ -294,7 +322,8 @@ def _attributes(inode: int, node: Node, stat: Stat) -> EntryAttributes:
     entry.st_rdev = 0
     entry.st_size = stat.size
     entry.st_blksize = _BLOCK_SIZE
-    entry.st_blocks = -(-stat.size // 512)
-    entry.st_atime_ns = entry.st_mtime_ns = stat.mtime_ns
+    entry.st_blocks = blocks
+    entry.st_atime_ns = atime_ns
+    entry.st_mtime_ns = stat.mtime_ns
     entry.st_ctime_ns = stat.ctime_ns
     return entry

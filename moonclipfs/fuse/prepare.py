@@ -19,6 +19,7 @@ from moonclipfs.errors import (
     MountError,
     NotFoundError,
     PermissionDeniedError,
+    ReadOnlyError,
     UsageError,
 )
 from moonclipfs.fuse.mounts import Mount, mount_at, real_place
@@ -62,6 +63,10 @@ def prepare(store: str, mountpoint: str, options: MountOptions) -> str:
     Raises the errors of the checks below.
     """
     place = check_mountpoint(store, mountpoint)
+    if not options.read_only:
+        check_writable(store)
+        if options.staging is not None:
+            _check_apart(os.path.realpath(options.staging), place, "staging directory")
     if options.allow_other:
         check_allow_other(store)
     if options.log is not None:
@@ -108,6 +113,12 @@ def check_mountpoint(store: str, mountpoint: str) -> str:
         raise PermissionDeniedError(f"cannot look into {mountpoint}: {error.strerror}") from error
     _check_apart(os.path.realpath(store), place)
     return place
+
+
+def check_writable(store: str) -> None:
+    """Raise ReadOnlyError when a store cannot be written to. What is no store is told when it is opened."""
+    if os.path.isdir(store) and not os.access(store, os.W_OK):
+        raise ReadOnlyError(f"{store} cannot be written to: mount it with --read-only")
 
 
 def check_allow_other(store: str) -> None:
@@ -172,10 +183,10 @@ def _answer_of(mountpoint: str) -> int | None:
     return answers[0] if answers else None
 
 
-def _check_apart(store: str, place: str) -> None:
+def _check_apart(store: str, place: str, what: str = "store") -> None:
     for inner, outer, text in (
-        (store, place, "the store lies below its own mountpoint, which would hide it"),
-        (place, store, "the mountpoint lies inside the store"),
+        (store, place, f"the {what} lies below its own mountpoint, which would hide it"),
+        (place, store, f"the mountpoint lies inside the {what}"),
     ):
         if inner == outer or inner.startswith(outer.rstrip("/") + "/"):
             raise UsageError(f"{store} cannot be mounted on {place}: {text}")

@@ -9,8 +9,7 @@ import trio
 
 from moonclipfs import limits
 from moonclipfs.errors import MoonclipError
-from moonclipfs.fuse.handles import FileHandle, Stream
-from moonclipfs.store.filereader import FileReader
+from moonclipfs.fuse.handles import Reader, ReadHandle, Stream
 from moonclipfs.types import Buffer
 
 log = logging.getLogger(__name__)
@@ -34,9 +33,9 @@ class Reads:
         self._cores = cores
         self._active = _Recent()
         self._running = _Recent()
-        self._jobs, self._queue = trio.open_memory_channel[tuple[FileHandle, int, int]](limits.PREFETCH_QUEUE)
+        self._jobs, self._queue = trio.open_memory_channel[tuple[ReadHandle, int, int]](limits.PREFETCH_QUEUE)
 
-    async def read(self, handle: FileHandle, offset: int, size: int) -> Buffer:
+    async def read(self, handle: ReadHandle, offset: int, size: int) -> Buffer:
         """Return up to `size` bytes at `offset`, fewer only at the end of the file. Raises CorruptError."""
         size = max(0, min(size, handle.reader.size - offset))
         # Before anything is awaited, requests are in the order in which the kernel sent them: a run is a run.
@@ -52,7 +51,7 @@ class Reads:
                 self.waiting -= 1
         return data
 
-    def closed(self, handle: FileHandle) -> None:
+    def closed(self, handle: ReadHandle) -> None:
         """The last user of a file is gone."""
         self._active.drop(handle)
         self._running.drop(handle)
@@ -63,7 +62,7 @@ class Reads:
             for _ in range(self._cores):
                 nursery.start_soon(self._decode_ahead)
 
-    def _read_ahead(self, handle: FileHandle, stream: Stream, *, first: bool) -> None:
+    def _read_ahead(self, handle: ReadHandle, stream: Stream, *, first: bool) -> None:
         """Queue what a sequential reader will want soon, whole steps only, except at the end of the file.
 
         A reader that goes on shares with others that do: many files may be opened, and only their heads looked at.
@@ -95,18 +94,18 @@ class Reads:
             try:
                 await trio.to_thread.run_sync(handle.reader.prefetch, offset, length, limiter=self._decoders)
             except MoonclipError as error:
-                log.debug("read-ahead of %s at %d: %s; whoever reads there is told", handle.node.place, offset, error)
+                log.debug("read-ahead of %s at %d: %s; whoever reads there is told", handle.place, offset, error)
             except Exception:  # memory that ran out, for one: what nobody asked for must not end the mount
-                log.exception("read-ahead of %s at %d: unexpected error", handle.node.place, offset)
+                log.exception("read-ahead of %s at %d: unexpected error", handle.place, offset)
 
 
 class _Recent:
     """Files in the order of their last use; those not used for `_ACTIVE_SECONDS` leave."""
 
     def __init__(self) -> None:
-        self._times: dict[FileHandle, float] = {}
+        self._times: dict[ReadHandle, float] = {}
 
-    def touch(self, handle: FileHandle) -> int:
+    def touch(self, handle: ReadHandle) -> int:
         """Note a use; return how many files are in use."""
         now = trio.current_time()
         self._times.pop(handle, None)
@@ -115,12 +114,11 @@ class _Recent:
             del self._times[idle]
         return len(self._times)
 
-    def drop(self, handle: FileHandle) -> None:
+    def drop(self, handle: ReadHandle) -> None:
         """A file is closed."""
         self._times.pop(handle, None)
 
 
-def _decode(reader: FileReader, offset: int, size: int) -> bytearray:
-    buffer = bytearray(size)
-    reader.read_into(offset, memoryview(buffer))
-    return buffer
+def _decode(reader: Reader, offset: int, size: int) -> Buffer:
+    buffer = memoryview(bytearray(size))
+    return buffer[: reader.read_into(offset, buffer)]  # shorter when the file was cut off meanwhile

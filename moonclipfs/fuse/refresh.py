@@ -23,13 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Refresher:
-    """Follows the log for as long as `run` runs."""
+    """Looks at the log for as long as `run` runs; what there is to do then is said by a subclass."""
 
-    def __init__(self, store: Store, tree: Tree, nodes: NodeTable, handles: Handles, holds: Holds) -> None:
+    def __init__(self, store: Store, holds: Holds) -> None:
         self._store = store
-        self._tree = tree
-        self._handles = handles
-        self._nodes = nodes
         self._holds = holds
         self._trouble = ""
         self._scope = trio.CancelScope()
@@ -57,6 +54,30 @@ class Refresher:
         await self._stopped.wait()
 
     async def _refresh(self) -> None:
+        raise NotImplementedError
+
+    def _keep_lease(self) -> None:
+        """A mount lives long: whoever is stopped for a minute may be taken for dead, and a full disk has room again."""
+        before = self._store.lease
+        self._store.renew_lease()
+        lease = self._store.lease
+        self._holds.move(lease)
+        if before is not None and lease is not before:
+            log.warning("others took this mount for dead; %s", "it has a new lease" if lease else "it has no lease")
+        elif lease is not before:
+            log.info("this mount has a lease from here on")
+
+
+class NameRefresher(Refresher):
+    """Follows the log for a mount that nothing is written to."""
+
+    def __init__(self, store: Store, tree: Tree, nodes: NodeTable, handles: Handles, holds: Holds) -> None:
+        super().__init__(store, holds)
+        self._tree = tree
+        self._handles = handles
+        self._nodes = nodes
+
+    async def _refresh(self) -> None:
         view = await trio.to_thread.run_sync(self._look)
         if view is not None:
             before = self._tree.view
@@ -77,17 +98,6 @@ class Refresher:
             self._holds.add(view.sequence)
         return view
 
-    def _keep_lease(self) -> None:
-        """A mount lives long: whoever is stopped for a minute may be taken for dead, and a full disk has room again."""
-        before = self._store.lease
-        self._store.renew_lease()
-        lease = self._store.lease
-        self._holds.move(lease)
-        if before is not None and lease is not before:
-            log.warning("others took this mount for dead; %s", "it has a new lease" if lease else "it has no lease")
-        elif lease is not before:
-            log.info("this mount has a lease from here on")
-
     def _names_of(self, nodes: Iterable[Node]) -> Iterable[tuple[Node, bytes]]:
         for node in nodes:
             try:
@@ -99,11 +109,14 @@ class Refresher:
         """Make the kernel forget what it knows of names; only those in directories that it knows matter."""
         known = [(inode, name) for node, name in changed if (inode := self._nodes.find(node)) is not None]
         if known:
-            await trio.to_thread.run_sync(_invalidate, known)
+            await trio.to_thread.run_sync(invalidate, known)
 
 
-def _invalidate(names: Iterable[tuple[int, bytes]]) -> None:
-    """On a worker thread: the kernel may first wait for requests that the event loop has to answer."""
+def invalidate(names: Iterable[tuple[int, bytes]]) -> None:
+    """Make the kernel forget names, each with the inode number of its directory, and what it knows of these.
+
+    On a worker thread: the kernel may first wait for requests that the event loop has to answer.
+    """
     for inode in {inode for inode, _ in names}:
         try:
             pyfuse3.invalidate_inode(InodeT(inode), attr_only=True)

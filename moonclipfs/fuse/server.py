@@ -10,29 +10,25 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any
 
 import pyfuse3
 import trio
 
 from moonclipfs import limits
 from moonclipfs.errors import FuseUnavailableError
+from moonclipfs.fuse import initflags
 from moonclipfs.fuse.control import ControlServer, runtime_path
-from moonclipfs.fuse.mounts import FILE_SYSTEM, mount_at, mount_source
+from moonclipfs.fuse.mounts import FILE_SYSTEM, mount_source
 from moonclipfs.fuse.operations import Operations
 from moonclipfs.fuse.prepare import NO_FUSE_HINT, MountOptions
-from moonclipfs.fuse.reading import Reads
-from moonclipfs.fuse.refresh import Refresher
-from moonclipfs.layers.holds import Holds
-from moonclipfs.layers.tree import Tree
+from moonclipfs.fuse.serving import SIGNALS, Server
 from moonclipfs.store.store import Store
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PURPOSE_CHARACTERS = 500
 _LOG_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _GC_THRESHOLDS = (100_000, 50, 100)
@@ -45,24 +41,41 @@ _SWITCH_SECONDS = 0.0005
 def serve(store_path: str, place: str, options: MountOptions, ready: Callable[[], None]) -> int:
     """Mount a store at a place that `prepare` found fit, and serve it until it is unmounted or told to stop.
 
-    `ready` is called once the mount answers. Returns 0. Raises FuseUnavailableError and the errors of `Store.open`.
+    `initflags.load` comes before the import of this module. `ready` is called once the mount answers. Returns an exit
+    code: not 0 when something that was written could not be stored; it is staged then. Raises BusyError for a layer
+    that another process has, FuseUnavailableError and the errors of `Store.open`.
     """
     socket_path = runtime_path(place, "sock")
     purpose = f"mount, control socket {socket_path}, at {place}"[:_PURPOSE_CHARACTERS]
-    with Store.open(store_path, purpose=purpose, cache_bytes=options.cache_bytes) as store, _signals_noted() as noted:
-        server = _Server(store, place, options, noted)
+    with (
+        Store.open(store_path, write=not options.read_only, purpose=purpose, cache_bytes=options.cache_bytes) as store,
+        _signals_noted() as noted,
+    ):
+        server = _server_class(options)(store, place, options, noted)
         source = mount_source(os.path.realpath(store_path))
-        with ControlServer(socket_path, {"ping": server.ping, "stats": server.stats}) as control:
-            _mount(server.operations, place, source, allow_other=options.allow_other)
-            try:
-                sys.setswitchinterval(_SWITCH_SECONDS)
-                _tune_memory()
-                trio.run(server.run, control, ready)
-            finally:
-                for number in _SIGNALS:  # ignored, also by the program that unmounts
-                    signal.signal(number, signal.SIG_IGN)
-                pyfuse3.close(unmount=True)
-    return 0
+        try:
+            with ControlServer(socket_path, server.answers, server.verbs) as control:
+                _mount(server.operations, place, source, options)
+                try:
+                    sys.setswitchinterval(_SWITCH_SECONDS)
+                    _tune_memory()
+                    trio.run(server.run, control, ready)
+                finally:
+                    for number in SIGNALS:  # ignored, also by the program that unmounts
+                        signal.signal(number, signal.SIG_IGN)
+                    server.unmount()
+        finally:
+            server.close()
+    return int(bool(server.problems))
+
+
+def _server_class(options: MountOptions) -> type[Server]:
+    """What serves the mount. What writing takes is loaded only for that."""
+    if options.read_only:
+        return Server
+    from moonclipfs.fuse.liveserving import LiveServer
+
+    return LiveServer
 
 
 @contextmanager
@@ -71,76 +84,12 @@ def _signals_noted() -> Iterator[list[int]]:
     mount. Once one was obeyed they are ignored for good: the process ends well, however often it is told to.
     """
     noted: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in _SIGNALS}
+    before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in SIGNALS}
     try:
         yield noted
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if noted else handler or signal.SIG_DFL)
-
-
-class _Server:
-    """The parts of a mount, and the tasks that run them."""
-
-    def __init__(self, store: Store, place: str, options: MountOptions, signals: list[int]) -> None:
-        """`signals` are those that came so far."""
-        self._signals = signals
-        self._store = store
-        self._place = place
-        self._cores = len(os.sched_getaffinity(0))
-        self._holds = Holds(store.lease)
-        if store.lease is None:
-            log.info("this mount has no lease: what is forgotten may be reclaimed while it is read here")
-        tree = Tree(store, show_virtual=options.show_virtual)
-        self._holds.add(tree.view.sequence)
-        self._reads = Reads(options.cache_bytes, self._cores)
-        self.operations = Operations(tree, self._holds, self._reads, store.path)
-        self._refresher = Refresher(store, tree, self.operations.nodes, self.operations.handles, self._holds)
-
-    async def run(self, control: ControlServer, ready: Callable[[], None]) -> None:
-        """Serve until the mount is gone."""
-        async with trio.open_nursery() as nursery:
-            for task in (self._stop_on_signals, self._refresher.run, self._reads.work, control.serve):
-                nursery.start_soon(task)
-            nursery.start_soon(self._announce, ready)
-            await pyfuse3.main()
-            nursery.cancel_scope.cancel()
-
-    async def _announce(self, ready: Callable[[], None]) -> None:
-        await self.operations.answering.wait()
-        try:
-            await trio.to_thread.run_sync(raise_read_ahead, self._place)
-        except Exception:
-            log.exception("the kernel's read-ahead stays as it is")
-        ready()
-
-    async def _stop_on_signals(self) -> None:
-        with trio.open_signal_receiver(*_SIGNALS) as signals:
-            if not self._signals:
-                self._signals.append(await anext(signals))
-            log.info("%s: unmounting %s", signal.Signals(self._signals[0]).name, self._place)
-            await self._refresher.stop()
-            pyfuse3.terminate()
-            await trio.sleep_forever()  # the receiver takes further signals until the loop ends
-
-    def ping(self) -> Mapping[str, Any]:
-        """Who serves what, where."""
-        return {"pid": os.getpid(), "store": str(self._store.path), "mountpoint": self._place}
-
-    def stats(self) -> Mapping[str, Any]:
-        """Counts since the start, and what is held at the moment."""
-        operations = self.operations
-        return {
-            "requests": dict(operations.requests),
-            **asdict(self._store.objects.counters),
-            "waits": self._reads.waits,
-            "prefetches": self._reads.prefetches,
-            "nodes": len(operations.nodes),
-            "handles": len(operations.handles),
-            "in_work": operations.in_work,
-            "waiting": self._reads.waiting,
-            "sequence": operations.tree.view.sequence,
-        }
 
 
 def set_up_log(path: str | None, place: str, *, background: bool) -> None:
@@ -151,20 +100,29 @@ def set_up_log(path: str | None, place: str, *, background: bool) -> None:
     else:
         name = path or str(runtime_path(place, "log"))
         handler = logging.handlers.RotatingFileHandler(name, maxBytes=limits.MOUNT_LOG_BYTES, backupCount=1, delay=True)
-    logging.basicConfig(
-        level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format=_LOG_LINE)
+    threading.excepthook = _log_thread_error
 
 
-def _mount(operations: Operations, place: str, source: str, *, allow_other: bool) -> None:
+def _log_thread_error(arguments: threading.ExceptHookArgs) -> None:
+    """In the background nobody reads what Python prints."""
+    if arguments.exc_value is not None:
+        name = arguments.thread.name if arguments.thread is not None else "a thread"
+        log.error("%s ended by an unexpected error", name, exc_info=arguments.exc_value)
+
+
+def _mount(operations: Operations, place: str, source: str, options: MountOptions) -> None:
     """Make the mount. Raises FuseUnavailableError with what libfuse has to say about it."""
     # `max_read` must not be among these: libfuse 3.14 would let INIT fail.
-    options = {"ro", "nosuid", "nodev", "default_permissions", f"fsname={source}", f"subtype={FILE_SYSTEM[5:]}"}
-    if allow_other:
-        options.add("allow_other")
+    flags = {"nosuid", "nodev", "default_permissions", f"fsname={source}", f"subtype={FILE_SYSTEM[5:]}"}
+    if options.read_only:
+        flags.add("ro")
+    if options.allow_other:
+        flags.add("allow_other")
+    initflags.arm(writable=not options.read_only)
     with _captured_stderr() as said:
         try:
-            pyfuse3.init(operations, place, options)
+            pyfuse3.init(operations, place, flags)
         except RuntimeError as error:
             raise FuseUnavailableError(f"cannot mount on {place}: {said() or error}; {NO_FUSE_HINT}") from error
 
@@ -198,15 +156,3 @@ def _tune_memory() -> None:
     if mallopt is not None:
         for parameter, value in _MALLOC_OPTIONS:
             mallopt(parameter, value)
-
-
-def raise_read_ahead(place: str) -> None:
-    """Let the kernel read ahead in its longest requests. Only root may; without it, requests are shorter."""
-    mount = mount_at(place)
-    if mount is None:
-        return
-    try:
-        with open(f"/sys/class/bdi/{mount.device}/read_ahead_kb", "w") as file:
-            file.write(str(limits.KERNEL_READ_AHEAD_KIB))
-    except OSError as error:
-        log.info("the kernel's read-ahead stays as it is: %s", error.strerror)

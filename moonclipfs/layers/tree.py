@@ -118,9 +118,9 @@ class Tree:
         """From here on names mean what `view` says."""
         self.view = view
 
-    def changed(self, before: View) -> Iterator[tuple[Node, bytes]]:
+    def changed(self, before: View, areas: Iterable[Area] = tuple(Area)) -> Iterator[tuple[Node, bytes]]:
         """Yield (directory, name) where a name stands for something else than in the view `before`."""
-        for area in Area:
+        for area in areas:
             if before.built(area):
                 for path, name in self.view.area(area).changes(before.area(area)):
                     try:

@@ -15,7 +15,7 @@ from typing import Any
 import pyfuse3
 import trio
 
-from moonclipfs.fuse.server import raise_read_ahead
+from moonclipfs.fuse.serving import raise_read_ahead
 
 FILE = pyfuse3.InodeT(2)
 _REQUEST_BYTES = 1 << 20

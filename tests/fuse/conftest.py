@@ -56,7 +56,7 @@ def fuse() -> None:
 
 @pytest.fixture
 def mounter(fuse: None, tmp_path: Path) -> Iterator[Mounter]:
-    """Mount a store at tmp_path/mnt (or `at`); options as in MountOptions."""
+    """Mount a store at tmp_path/mnt (or `at`), read-only unless asked otherwise; options as in MountOptions."""
     mounted: list[Mounted] = []
 
     def make(store: Path, at: Path | None = None, **options: Any) -> Mounted:
@@ -64,6 +64,7 @@ def mounter(fuse: None, tmp_path: Path) -> Iterator[Mounter]:
         if mount_at(str(place)) is None:
             place.mkdir(exist_ok=True)
         log = tmp_path / f"{place.name}.log"
+        options.setdefault("read_only", True)
         assert mount(store, place, MountOptions(log=str(log), **options)) == 0
         pid = server_pid(str(place))
         assert pid is not None
@@ -81,7 +82,7 @@ sys.path.insert(0, sys.argv[4])
 {patch}
 from moonclipfs.fuse.prepare import MountOptions
 from moonclipfs.fuse.server import serve
-serve(sys.argv[1], sys.argv[2], MountOptions(foreground=True), lambda: open(sys.argv[3], "w").close())
+serve(sys.argv[1], sys.argv[2], MountOptions(foreground=True, read_only=True), lambda: open(sys.argv[3], "w").close())
 """
 
 
@@ -146,3 +147,10 @@ def small(store: Store, mounter: Mounter) -> Mounted:
     """A mount of a store with the snapshot run1/a, made of SMALL_FILES."""
     publish(store, "run1/a", SMALL_FILES)
     return mounter(store.path)
+
+
+@pytest.fixture
+def live(store: Store, mounter: Mounter) -> Mounted:
+    """A mount that can be written to, of a store with the snapshot run1/a, made of SMALL_FILES."""
+    publish(store, "run1/a", SMALL_FILES)
+    return mounter(store.path, read_only=False)

@@ -31,7 +31,7 @@ from moonclipfs.fuse.mounts import mount_at
 from moonclipfs.fuse.operations import Operations
 from moonclipfs.fuse.prepare import MountOptions
 from moonclipfs.fuse.reading import Reads
-from moonclipfs.fuse.refresh import Refresher
+from moonclipfs.fuse.refresh import NameRefresher
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.tree import Tree
 from moonclipfs.store.gc import collect
@@ -125,11 +125,11 @@ def test_a_mount_that_fails_leaves_nothing(store: Store, tmp_path: Path, monkeyp
         raise FuseUnavailableError("not today")
 
     monkeypatch.setattr(server, "_mount", refuse)
-    before = [signal.getsignal(number) for number in server._SIGNALS]
+    before = [signal.getsignal(number) for number in server.SIGNALS]
     with pytest.raises(FuseUnavailableError):
         server.serve(str(store.path), str(tmp_path / "mnt"), MountOptions(), lambda: None)
     assert not runtime_path(str(tmp_path / "mnt"), "sock").exists()
-    assert [signal.getsignal(number) for number in server._SIGNALS] == before
+    assert [signal.getsignal(number) for number in server.SIGNALS] == before
 
 
 def test_a_new_mount_keeps_its_socket(small: Mounted, mounter: Mounter) -> None:
@@ -441,7 +441,7 @@ def test_a_mount_without_a_lease_takes_one_when_it_can(store: Store, monkeypatch
         tree, holds = Tree(reader), Holds(reader.lease)
         holds.add(tree.view.sequence)
         operations = Operations(tree, holds, Reads(MIB, 1), store.path)
-        refresher = Refresher(reader, tree, operations.nodes, operations.handles, holds)
+        refresher = NameRefresher(reader, tree, operations.nodes, operations.handles, holds)
         refresher._look()
         assert reader.lease is None
     with reader:

@@ -21,6 +21,7 @@ from moonclipfs.errors import (
     MountError,
     NotFoundError,
     PermissionDeniedError,
+    ReadOnlyError,
     UsageError,
 )
 from moonclipfs.fuse import prepare
@@ -450,7 +451,9 @@ def test_a_store_that_cannot_be_written_to_is_mounted(store: Store, tmp_path: Pa
     subprocess.run(["mount", "--bind", "-o", "ro", store.path, view], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", view], check=True)
     try:
-        mount(view, place)
+        with pytest.raises(ReadOnlyError, match="--read-only"):
+            mount(view, place)
+        mount(view, place, MountOptions(read_only=True))
         assert (place / "run1/a/x").read_bytes() == b"1"
         unmount(place)
     finally:

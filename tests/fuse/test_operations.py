@@ -15,7 +15,7 @@ import trio
 from pyfuse3 import FileHandleT, FUSEError, InodeT, RequestContext
 
 from moonclipfs.errors import MissingObjectError
-from moonclipfs.fuse.operations import Operations
+from moonclipfs.fuse.operations import Operations, ReadOnlyOperations
 from moonclipfs.fuse.reading import Reads
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.tree import Node, Tree
@@ -208,7 +208,7 @@ def operations(store: Store) -> Iterator[Operations]:
     publish(store, "run/a", {"x": b"12345"})
     tree, holds = Tree(store), Holds(store.lease)
     holds.add(tree.view.sequence)
-    yield Operations(tree, holds, Reads(64 * MIB, 2), store.path)
+    yield ReadOnlyOperations(tree, holds, Reads(64 * MIB, 2), store.path)
 
 
 async def walk_to(operations: Operations, *names: bytes) -> InodeT:

@@ -1,0 +1,314 @@
+"""Files of a mount's live layer: opening, reading and writing them. Names are in `writing.py`.
+
+Inodes of the layer have numbers of their own (`inodes.inode_number`), and so have handles of its files; all others are
+of the read-only trees beside it, and `Operations` answers for them.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import pyfuse3
+import trio
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
+from pyfuse3 import FileHandleT as Handle
+from pyfuse3 import InodeT as Number
+
+from moonclipfs import limits
+from moonclipfs.errors import LimitError, NoSpaceError, NotFoundError, StagingFullError
+from moonclipfs.fuse import initflags
+from moonclipfs.fuse.handles import ReadHandle
+from moonclipfs.fuse.operations import Operations, answers, entry_attributes
+from moonclipfs.fuse.reading import Reads
+from moonclipfs.layers.files import OpenFile
+from moonclipfs.layers.holds import Holds
+from moonclipfs.layers.inodes import ROOT_NUMBER, Inode
+from moonclipfs.layers.live import Live
+from moonclipfs.layers.lookup import Status
+from moonclipfs.layers.tree import Node, NotCachedError, Tree
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LIVE_BIT = 1 << 62
+"""Of the numbers of inodes and handles of the layer."""
+_SUID, _SGID, _GROUP_RUNS = 0o4000, 0o2000, 0o010
+_OF_HANDLES = {"read", "write", "flush", "fsync", "release", "readdir", "releasedir", "fsyncdir"}
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 0.25
+
+
+def is_live(inode: int) -> bool:
+    """True for the number of an inode of the layer."""
+    return inode == ROOT_NUMBER or bool(inode & LIVE_BIT)
+
+
+def is_live_handle(number: int) -> bool:
+    """True for a handle of the layer."""
+    return bool(number & LIVE_BIT)
+
+
+def without_privileges(mode: int) -> int:
+    """Mode bits after a change by somebody who may not keep setuid and setgid."""
+    kept = mode & ~_SUID
+    return kept & ~_SGID if kept & _GROUP_RUNS else kept
+
+
+class LiveFile(ReadHandle):
+    """A file of the layer that somebody has open."""
+
+    __slots__ = ("_layer", "file")
+
+    def __init__(self, live: Live, file: OpenFile, sequence: int) -> None:
+        super().__init__(file, sequence)
+        self._layer = live.layer
+        self.file = file
+        self.users = 1
+
+    @property
+    def inode(self) -> Inode:
+        """What is open."""
+        return self.file.inode
+
+    @property
+    def place(self) -> str:
+        """The path from the root of the mount, for messages."""
+        return place_of(self._layer.path, self.inode)
+
+
+def place_of(path_of: Callable[[Inode], bytes], inode: Inode) -> str:
+    """The path of an inode from the root of the mount, for messages."""
+    try:
+        return "/" + os.fsdecode(path_of(inode))
+    except NotFoundError:
+        return f"a removed file ({inode})"
+
+
+class FileOperations(Operations):
+    """What a program does with an open file of the layer."""
+
+    def __init__(self, live: Live, tree: Tree, holds: Holds, reads: Reads, disk: str | os.PathLike[str]) -> None:
+        """`tree` shows the versions beside the live names; `disk` is as for Operations."""
+        super().__init__(tree, holds, reads, disk)
+        self.live = live
+        self.layer = live.layer
+        self.known: dict[int, Inode] = {ROOT_NUMBER: self.layer.root}
+        """Inodes of the layer that the kernel was told of, the longest known first."""
+        self.open_files: dict[int, LiveFile] = {}
+        self.ending = False
+        """The mount is about to end: nobody waits for room any more."""
+        self.direct = False
+        """Writers go past the page cache, and the kernel keeps it right."""
+        self._last_handle = LIVE_BIT
+        self._writers = trio.CapacityLimiter(limits.WRITE_THREADS)
+        self._syncers = trio.CapacityLimiter(limits.SYNC_THREADS)
+
+    def init(self) -> None:
+        """Told by pyfuse3 when the kernel has greeted: requests come from here on."""
+        self.direct = bool(initflags.granted() & initflags.DIRECT_IO_ALLOW_MMAP)
+        super().init()
+
+    # What is asked for
+
+    def inode(self, number: int) -> Inode:
+        """The inode that the kernel means. Raises ESTALE for one that it cannot know."""
+        try:
+            return self.known[number]
+        except KeyError:
+            raise FUSEError(errno.ESTALE) from None
+
+    def node_of(self, name: str, args: Sequence[Any]) -> Node | None:
+        """The file or directory of a read-only tree that a request is about."""
+        return None if _is_of_layer(name, args) else super().node_of(name, args)
+
+    def describe(self, name: str, args: Sequence[Any]) -> str:
+        """What a request is about, for the log."""
+        if not _is_of_layer(name, args):
+            return super().describe(name, args)
+        number = args[0]
+        handle, inode = self.open_files.get(number), self.known.get(number)
+        if handle is not None:
+            where = f" at offset {args[1]}" if name in ("read", "write") else ""
+            return f"of {handle.place}{where}"
+        if inode is None:
+            return f"of {number}"
+        names = "".join(f" {part!r}" for part in args[1:4] if isinstance(part, bytes))
+        return f"of {place_of(self.layer.path, inode)}{names}"
+
+    def attributes_of(self, inode: Inode, status: Status, timeout: float | None = None) -> EntryAttributes:
+        """pyfuse3's form of a stat. What the layer shows changes through this mount only, or the kernel is told."""
+        seconds = limits.CONTENT_TIMEOUT_SECONDS if timeout is None else timeout
+        return entry_attributes(inode.number, status, status.atime_ns, status.blocks, seconds)
+
+    # Opening
+
+    @answers
+    async def open(self, inode: Number, flags: int, ctx: RequestContext) -> FileInfo:
+        """Open a file; its pages stay valid in the kernel, since its bytes change only through this mount."""
+        if not is_live(inode):
+            return await super().open(inode, flags, ctx)
+        return await self.open_inode(self.inode(inode), flags, ctx)
+
+    async def open_inode(self, inode: Inode, flags: int, ctx: RequestContext, *, new: bool = False) -> FileInfo:
+        """Open a file of the layer with the flags of open(2), for who asks."""
+        if len(self.open_files) + len(self.handles) >= limits.OPEN_HANDLES:
+            raise LimitError(f"{limits.OPEN_HANDLES} files are open already")
+        access = flags & os.O_ACCMODE
+        sequence = self.layer.view.sequence
+        with self.holds.pinned(sequence):
+            file = await self.change(
+                self.layer.open_file, inode, write=access != os.O_RDONLY, privileged=_is_privileged(ctx)
+            )
+            try:
+                if flags & os.O_TRUNC and not new:
+                    await self._truncate(inode, 0, ctx)
+            except BaseException:
+                file.close()
+                raise
+            self._last_handle += 1
+            self.open_files[self._last_handle] = LiveFile(self.live, file, sequence)
+            self.holds.pin(sequence)
+        # A map of a handle that may be read is served from the page cache, which a direct handle has to keep right:
+        # that is worth it for files that are written anew.
+        anew = access == os.O_RDWR and (new or bool(flags & os.O_TRUNC))
+        direct = self.direct and (access == os.O_WRONLY or anew)
+        return FileInfo(fh=Handle(self._last_handle), direct_io=direct, keep_cache=True)
+
+    @answers
+    async def read(self, fh: Handle, off: int, size: int) -> bytes:
+        """Bytes of a file, fewer than asked only at its end; what is damaged or missing is EIO."""
+        if not is_live_handle(fh):
+            return await super().read(fh, off, size)
+        return await self.reads.read(self.open_files[fh], off, size)  # type: ignore[return-value]  # any buffer does
+
+    @answers
+    async def release(self, fh: Handle) -> None:
+        """Close a file. Whoever had it open is not told of errors: FLUSH came before."""
+        if not is_live_handle(fh):
+            return await super().release(fh)
+        handle = self.open_files.pop(fh)
+        handle.users = 0
+        self.reads.closed(handle)
+        self.holds.unpin(handle.sequence)
+        handle.file.close()
+
+    def close_all(self) -> None:
+        """Close what is open when the kernel is gone."""
+        for handle in self.open_files.values():
+            handle.users = 0
+            handle.file.close()
+        self.open_files.clear()
+
+    # Writing
+
+    @answers
+    async def write(self, fh: Handle, off: int, buf: bytes) -> int:
+        """Write at an offset. Waits while too much is staged; ENOSPC comes only when nothing can be reclaimed."""
+        if not is_live_handle(fh):
+            raise FUSEError(errno.EROFS)
+        write = partial(self.open_files[fh].file.write, off, buf, time.time_ns())
+        if len(buf) < limits.WRITE_INLINE_BYTES:
+            try:
+                return write()
+            except (NoSpaceError, StagingFullError):
+                pass  # it takes longer
+        return await self.with_room(write, len(buf), self._writers)
+
+    async def with_room(self, work: Callable[[], T], length: int, limiter: trio.CapacityLimiter | None = None) -> T:
+        """Do something on a thread that needs about `length` bytes of room: wait while too much is staged, reclaim
+        once when the disk is full. Raises NoSpaceError.
+        """
+        seconds, reclaimed = _FIRST_WAIT_SECONDS, False
+        while True:
+            try:
+                return await trio.to_thread.run_sync(work, limiter=limiter or self._threads)
+            except StagingFullError as error:
+                if self.ending:
+                    raise NoSpaceError(f"the mount ends: {error}") from error
+                self.live.encoder.wake()
+                await trio.sleep(seconds)
+                seconds = min(2 * seconds, _LONGEST_WAIT_SECONDS)
+            except NoSpaceError:
+                if reclaimed or self.ending:
+                    raise
+                await trio.to_thread.run_sync(self.live.make_room, length, limiter=self._writers)
+                reclaimed = True
+
+    async def change(self, method: Callable[..., T], *args: object, **options: object) -> T:
+        """Call a method of the layer: at once if it knows all it needs, else on a worker thread."""
+        try:
+            return method(*args, **options, wait=False)
+        except (NotCachedError, NoSpaceError):
+            return await self.with_room(partial(method, *args, **options, wait=True), 0)
+
+    @answers
+    async def flush(self, fh: Handle) -> None:
+        """close(2) of one descriptor: its caller is told what went wrong with what was written."""
+        if not is_live_handle(fh):
+            return
+        file = self.open_files[fh].file
+        try:
+            file.flush()
+        except (NoSpaceError, StagingFullError):
+            await self.with_room(file.flush, limits.INLINE_BYTES)
+
+    @answers
+    async def fsync(self, fh: Handle, datasync: bool) -> None:
+        """Return when what was written to a file is on the disk."""
+        if not is_live_handle(fh):
+            return
+        file = self.open_files[fh].file
+        await self.with_room(partial(file.sync, datasync), limits.INLINE_BYTES, self._syncers)
+
+    # Attributes
+
+    @answers
+    async def setattr(
+        self,
+        inode: Number,
+        attr: EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        fh: Handle | None,
+        ctx: RequestContext,
+    ) -> EntryAttributes:
+        """chmod, chown, utimensat, truncate."""
+        if not is_live(inode):
+            raise FUSEError(errno.EROFS)
+        found, now_ns = self.inode(inode), time.time_ns()
+        if fields.update_size:
+            await self._truncate(found, attr.st_size, ctx)
+        mode = attr.st_mode & 0o7777 if fields.update_mode else None
+        owned = fields.update_uid or fields.update_gid
+        if owned and not found.is_directory:
+            mode = without_privileges(found.mode if mode is None else mode)
+        changes = {
+            "mode": mode,
+            "uid": attr.st_uid if fields.update_uid else None,
+            "gid": attr.st_gid if fields.update_gid else None,
+            "atime_ns": attr.st_atime_ns if fields.update_atime else None,
+            "mtime_ns": attr.st_mtime_ns if fields.update_mtime else None,
+        }
+        if any(value is not None for value in changes.values()):
+            await self.change(self.layer.set_attributes, found, now_ns=now_ns, **changes)
+        return self.attributes_of(found, await self._ask(self.layer.stat, found))
+
+    async def _truncate(self, inode: Inode, size: int, ctx: RequestContext) -> None:
+        await self.change(self.layer.truncate, inode, size, time.time_ns(), privileged=_is_privileged(ctx))
+
+
+def _is_of_layer(request: str, args: Sequence[Any]) -> bool:
+    """True for a request about an inode or a handle of the layer."""
+    first = args[0]
+    if not isinstance(first, int):
+        return False
+    return is_live_handle(first) if request in _OF_HANDLES else is_live(first)
+
+
+def _is_privileged(ctx: RequestContext) -> bool:
+    """May who asks write to a file and leave its setuid and setgid bits as they are?"""
+    return int(ctx.uid) == 0

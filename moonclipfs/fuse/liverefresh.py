@@ -1,0 +1,80 @@
+"""What others publish while a layer is mounted: the layer adopts it, and the kernel is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import trio
+
+from moonclipfs import limits
+from moonclipfs.errors import MoonclipError
+from moonclipfs.fuse.refresh import Refresher, invalidate
+from moonclipfs.fuse.writing import LiveOperations
+from moonclipfs.layers.holds import Holds
+from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.names import Area, View
+from moonclipfs.store.store import Store
+
+
+class LiveRefresher(Refresher):
+    """Follows the log for a mount that can be written to."""
+
+    def __init__(self, store: Store, operations: LiveOperations, holds: Holds) -> None:
+        super().__init__(store, holds)
+        self._operations = operations
+        self._layer = operations.layer
+        self._tree = operations.tree
+
+    async def _refresh(self) -> None:
+        before = self._tree.view
+        view = await trio.to_thread.run_sync(self._look)
+        if view is not None:
+            self._tree.adopt(view)
+            self._operations.handles.move_on(view.sequence, view.keeps)
+            self._operations.move_on(view.sequence)
+            self._holds.unpin(before.sequence)
+            live = await trio.to_thread.run_sync(lambda: list(self._changed(before, view)))
+            beside = await trio.to_thread.run_sync(
+                lambda: list(self._tree.changed(before, (Area.VERSIONS, Area.LATEST)))
+            )
+            find = self._operations.nodes.find
+            known = [(inode, name) for node, name in beside if (inode := find(node)) is not None]
+            await trio.to_thread.run_sync(invalidate, live + known)
+        if len(self._operations.known) > limits.NODES // 4:
+            oldest = self._operations.oldest(limits.NODES // 16)
+            names = [(directory.number, name) for inode in oldest for directory, name in self._links(inode)]
+            await trio.to_thread.run_sync(invalidate, names)
+
+    def _look(self) -> View | None:
+        """What names mean by now, held, if that is something else than what the kernel was told last.
+
+        The layer's own moves and removals adopt names too, with whatever else is new.
+        """
+        self._holds.sweep()
+        self._keep_lease()
+        self._layer.refresh(time.time_ns())
+        view = self._layer.view
+        if view.sequence == self._tree.view.sequence:
+            return None
+        self._holds.add(view.sequence)
+        return view
+
+    def _changed(self, before: View, view: View) -> Iterator[tuple[int, bytes]]:
+        """The names that stand for something else than in the view `before`, those that the kernel may know."""
+        for path, name in view.area(Area.LIVE).changes(before.area(Area.LIVE)):
+            try:
+                directory = self._layer.resolve(path)
+            except MoonclipError:
+                continue  # the directory went away with it: then its own name is among the changes
+            try:
+                own = self._layer.lookup(directory, name).own
+            except MoonclipError:
+                own = False
+            # What the layer has of its own goes before names, as it did: whoever works in it is not to be disturbed.
+            if directory.number in self._operations.known and not own:
+                yield directory.number, name
+
+    def _links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
+        with self._layer.lock:
+            return list(inode.links)

@@ -1,0 +1,115 @@
+"""A mount that can be written to, at work: its layer is opened before it, and what was written is stored behind it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import trio
+
+from moonclipfs.fuse.control import ControlServer
+from moonclipfs.fuse.liverefresh import LiveRefresher
+from moonclipfs.fuse.prepare import MountOptions
+from moonclipfs.fuse.serving import Server
+from moonclipfs.fuse.writing import LiveOperations
+from moonclipfs.layers.live import Live, LiveOptions
+
+log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 1.0
+"""How long the last answers to commands may take to leave."""
+
+
+class LiveServer(Server):
+    """The parts of a mount that can be written to."""
+
+    def set_up(self, options: MountOptions) -> None:
+        """Open the layer. Raises BusyError when another process has it."""
+        self.live = Live(
+            self.store,
+            LiveOptions(
+                layer=options.layer,
+                staging=options.staging,
+                staging_limit=options.staging_limit,
+                seal_after=options.seal_after,
+                keep_versions=options.keep_versions,
+                keep_deleted=options.keep_deleted,
+            ),
+            mountpoint=self.place,
+        )
+        self._ended = threading.Event()
+        self._started = self._closed = False
+        self.writing = LiveOperations(self.live, self.tree, self.holds, self.reads, self.store.path)
+        self.operations = self.writing
+        self.refresher = LiveRefresher(self.store, self.writing, self.holds)
+        self.verbs = {**self.live.verbs, "ended": self.ended}
+
+    async def answering(self) -> None:
+        """Begin to encode and seal."""
+        recovery = {name: count for name, count in asdict(self.live.layer.recovery).items() if count}
+        if recovery:
+            log.info("recovered layer %s after it was not closed: %s", self.live.layer.name, recovery)
+        self._started = True
+        await trio.to_thread.run_sync(self.live.start)
+
+    async def stopping(self) -> None:
+        """Let pages that programs changed in maps reach this process, and nobody wait for room any more."""
+        self.writing.ending = True
+        await trio.to_thread.run_sync(sync_file_system, self.place)
+
+    async def finish(self, control: ControlServer) -> None:
+        """Store and seal what was written. The kernel is let go first: whoever waits for an answer gets none."""
+        self.writing.ending = True
+        await self.refresher.stop()
+        self.unmount()
+        self.writing.close_all()
+        await trio.to_thread.run_sync(self.close)
+        with trio.move_on_after(_ANSWER_SECONDS):
+            await control.idle()
+
+    def close(self) -> None:
+        """Store and seal what was written, as far as that can be done. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._started:  # nobody could write
+            self.live.encoder.stop()
+            self.live.layer.close()
+            return
+        self.problems = self.live.close()
+        for problem in self.problems:
+            log.error("not everything is stored, and stays staged: %s", problem)
+        self._ended.set()
+
+    def ended(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
+        """For `umount`: answers when everything is stored, with what could not be."""
+        self._ended.wait()
+        return {"problems": self.problems}
+
+    def stats(self) -> Mapping[str, Any]:
+        """As of any mount, and what the layer has open."""
+        writing = self.writing
+        return {
+            **super().stats(),
+            "known": len(writing.known),
+            "open_files": len(writing.open_files),
+            "open_directories": len(writing.open_directories),
+        }
+
+
+def sync_file_system(place: str) -> None:
+    """Write back what the kernel has changed pages of. On a thread, while requests are served."""
+    try:
+        descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        log.info("cannot open %s to sync it: %s", place, error.strerror)
+        return
+    try:
+        ctypes.CDLL(None).syncfs(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,397 @@
+"""Names of a mount's live layer: looking them up, listing and changing them, and what is told beside them.
+
+What lies below the names that begin with @ at the root are read-only trees: `Operations` answers for them, and nothing
+moves between them and the layer.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import pyfuse3
+import trio
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, StatvfsData
+from pyfuse3 import FileHandleT as Handle
+from pyfuse3 import FileNameT as Name
+from pyfuse3 import InodeT as Number
+from pyfuse3 import ModeT as Mode
+from pyfuse3 import XAttrNameT as XattrName
+
+from moonclipfs import limits
+from moonclipfs.errors import ExistsError, LimitError, NotFoundError
+from moonclipfs.fuse.filewriting import LIVE_BIT, FileOperations, LiveFile, is_live, is_live_handle
+from moonclipfs.fuse.operations import DOTS, answers
+from moonclipfs.fuse.reading import Reads
+from moonclipfs.layers.holds import Holds
+from moonclipfs.layers.inodes import ROOT_NUMBER, Inode
+from moonclipfs.layers.live import Live
+from moonclipfs.layers.lookup import Status
+from moonclipfs.layers.tree import XATTR_PREFIX, Tree
+from moonclipfs.types import EntryType
+
+_TYPES = {stat.S_IFREG: EntryType.FILE, stat.S_IFIFO: EntryType.FIFO, stat.S_IFSOCK: EntryType.SOCKET}
+_NOREPLACE, _EXCHANGE = 1, 2
+_FAMILIES = (b"user.", b"trusted.")
+
+
+class LiveDirectory:
+    """An open directory: its names as they were when it was read from its beginning."""
+
+    __slots__ = ("inode", "names", "sequence")
+
+    def __init__(self, inode: Inode, sequence: int) -> None:
+        self.inode = inode
+        self.names: list[bytes] = []
+        self.sequence = sequence
+
+
+class LiveOperations(FileOperations):
+    """A mount that can be written to."""
+
+    def __init__(self, live: Live, tree: Tree, holds: Holds, reads: Reads, disk: str | os.PathLike[str]) -> None:
+        """As for FileOperations."""
+        super().__init__(live, tree, holds, reads, disk)
+        self.open_directories: dict[int, LiveDirectory] = {}
+        self._last_directory = LIVE_BIT
+
+    # Looking
+
+    @answers
+    async def lookup(self, parent_inode: Number, name: Name, ctx: RequestContext) -> EntryAttributes:
+        """Find a name; the kernel may remember what is not there: names come through it, or it is told."""
+        if not is_live(parent_inode) or _is_virtual(parent_inode, name):
+            return await super().lookup(parent_inode, name, ctx)
+        if len(name) > limits.NAME_BYTES:
+            raise FUSEError(errno.ENAMETOOLONG)
+        directory, view = self.inode(parent_inode), self.layer.view
+        (child,) = await self._ask(self.layer.children, directory, (name,))
+        # While this waited, names may have changed, and the kernel been told: it must not keep this answer then.
+        timeout = limits.CONTENT_TIMEOUT_SECONDS if self.layer.view is view else 0.0
+        if child is not None:
+            return self.mention(*child, timeout)
+        absent = EntryAttributes()
+        absent.st_ino = Number(0)
+        absent.entry_timeout = timeout
+        return absent
+
+    def mention(self, inode: Inode, status: Status, timeout: float | None = None) -> EntryAttributes:
+        """The attributes of an inode that the kernel is about to be told of."""
+        if inode.number not in self.known and len(self.known) >= limits.NODES:
+            raise LimitError(f"the kernel knows {limits.NODES} names already")
+        self.layer.remember(inode)
+        self.known[inode.number] = inode
+        return self.attributes_of(inode, status, timeout)
+
+    async def forget(self, inode_list: Sequence[tuple[Number, int]]) -> None:
+        """Drop what the kernel has forgotten. There is no answer to give, so nothing may be raised at all."""
+        await super().forget([(number, count) for number, count in inode_list if not is_live(number)])
+        for number, count in inode_list:
+            if is_live(number) and number != ROOT_NUMBER:
+                self.unmention(number, count)
+
+    def unmention(self, number: int, count: int = 1) -> None:
+        """The kernel knows an inode by so many names less."""
+        inode = self.known.get(number)
+        if inode is not None:
+            self.layer.forget(inode, count)
+            if inode.lookups <= 0:
+                del self.known[number]
+
+    def move_on(self, sequence: int) -> None:
+        """Hold the names as of `sequence`, which are held already, for all that is open and still has a name.
+
+        What has a name is kept by the layer or by the names of the log; what has none needs those of before.
+        """
+        handles: list[LiveFile | LiveDirectory] = [*self.open_files.values(), *self.open_directories.values()]
+        for handle in handles:
+            if handle.sequence < sequence and self._has_name(handle.inode):
+                self.holds.pin(sequence)
+                self.holds.unpin(handle.sequence)
+                handle.sequence = sequence
+
+    def _has_name(self, inode: Inode) -> bool:
+        try:
+            self.layer.path(inode)
+        except NotFoundError:
+            return False
+        return True
+
+    def oldest(self, count: int) -> list[Inode]:
+        """The inodes that the kernel has known for the longest time, files first; they count as new from here on."""
+        numbers = [number for number, _ in zip(self.known, range(count + 1), strict=False) if number != ROOT_NUMBER]
+        inodes = [self.known[number] for number in numbers]
+        chosen = [inode for inode in inodes if not inode.is_directory] or inodes
+        for inode in chosen:
+            self.known[inode.number] = self.known.pop(inode.number)
+        return chosen
+
+    @answers
+    async def getattr(self, inode: Number, ctx: RequestContext) -> EntryAttributes:
+        """stat."""
+        if not is_live(inode):
+            return await super().getattr(inode, ctx)
+        found = self.inode(inode)
+        return self.attributes_of(found, await self._ask(self.layer.stat, found))
+
+    @answers
+    async def readlink(self, inode: Number, ctx: RequestContext) -> Name:
+        """The text of a symlink."""
+        if not is_live(inode):
+            return await super().readlink(inode, ctx)
+        return Name(self.layer.readlink(self.inode(inode)))
+
+    # Listing
+
+    @answers
+    async def opendir(self, inode: Number, ctx: RequestContext) -> Handle:
+        """Open a directory; one that cannot be read is told here."""
+        if not is_live(inode):
+            return await super().opendir(inode, ctx)
+        sequence = self.layer.view.sequence
+        with self.holds.pinned(sequence):
+            directory = LiveDirectory(self.inode(inode), sequence)
+            await self._ask(self.layer.names_in, directory.inode)
+            self._last_directory += 1
+            self.open_directories[self._last_directory] = directory
+            self.holds.pin(sequence)
+        return Handle(self._last_directory)
+
+    @answers
+    async def readdir(self, fh: Handle, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        """Names and attributes from number `start_id` on, as many as fit."""
+        if not is_live_handle(fh):
+            return await super().readdir(fh, start_id, token)
+        handle, at, added = self.open_directories[fh], start_id, 0
+        if start_id == 0:
+            handle.names = await self._listing(handle.inode)
+        while batch := handle.names[at : at + limits.LISTING_BATCH]:
+            try:
+                children = await self._children(handle.inode, batch)
+            except Exception:
+                if not added:
+                    raise
+                return  # the kernel gets what there is, counts it, and asks again from there: then it is told
+            for name, attributes in zip(batch, children, strict=True):
+                at += 1
+                if attributes is None:
+                    continue
+                if not self._reply(token, name, attributes(), at):
+                    return
+                added += 1
+
+    async def _listing(self, inode: Inode) -> list[bytes]:
+        names = DOTS + await self._ask(self.layer.names_in, inode)
+        if inode.number == ROOT_NUMBER:
+            names += [name for name in await self._ask(self.tree.names_in, self.tree.root) if name.startswith(b"@")]
+        return names
+
+    async def _children(self, directory: Inode, names: Iterable[bytes]) -> list[Callable[[], EntryAttributes] | None]:
+        """For each name, what makes its attributes when it is told to the kernel; None for one that has gone."""
+        found: list[Callable[[], EntryAttributes] | None] = []
+        virtual = [name for name in names if _is_virtual(directory.number, name)]
+        live = [name for name in names if not _is_virtual(directory.number, name)]
+        for child, name in zip(await self._ask(self.layer.children, directory, live), live, strict=True):
+            if child is None:
+                found.append(None)
+            elif name in DOTS:
+                found.append(lambda child=child: self.attributes_of(*child))  # type: ignore[misc]
+            else:
+                found.append(lambda child=child: self.mention(*child))  # type: ignore[misc]
+        for name in virtual:  # last at the root, as in its listing
+            node = self.tree.lookup(self.tree.root, name)
+            status = await self._ask(self.tree.stat, node)
+            found.append(lambda node=node, status=status: self._mention(node, status))  # type: ignore[misc]
+        return found
+
+    def _reply(self, token: pyfuse3.ReaddirToken, name: bytes, attributes: EntryAttributes, following: int) -> bool:
+        """Add a line if it fits. Each is one more mention of its inode to the kernel, but for the dots."""
+        fits = pyfuse3.readdir_reply(token, Name(name), attributes, following)
+        if not fits and name not in DOTS:
+            if is_live(attributes.st_ino):
+                self.unmention(attributes.st_ino)
+            else:
+                self.nodes.forget(attributes.st_ino, 1)
+        return fits
+
+    @answers
+    async def releasedir(self, fh: Handle) -> None:
+        """Close a directory."""
+        if not is_live_handle(fh):
+            return await super().releasedir(fh)
+        self.holds.unpin(self.open_directories.pop(fh).sequence)
+
+    @answers
+    async def fsyncdir(self, fh: Handle, datasync: bool) -> None:
+        """Return when the names of a directory are on the disk as they are."""
+        if is_live_handle(fh):
+            inode = self.open_directories[fh].inode
+            await self.with_room(lambda: self.layer.sync_directory(inode), 0, self._syncers)
+
+    # Making
+
+    @answers
+    async def create(
+        self, parent_inode: Number, name: Name, mode: Mode, flags: int, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        """open(2) with O_CREAT."""
+        new = True
+        try:
+            inode = await self._make(parent_inode, name, EntryType.FILE, mode, ctx)
+        except ExistsError:  # somebody else made it, and the kernel does not know that yet
+            if flags & os.O_EXCL:
+                raise
+            inode, new = await self._ask(self.layer.lookup, self.inode(parent_inode), name), False
+        info = await self.open_inode(inode, flags, ctx, new=new)
+        return info, await self._mention_new(inode)
+
+    @answers
+    async def mknod(
+        self, parent_inode: Number, name: Name, mode: Mode, rdev: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        """A file, fifo or socket; devices are not made, since none would work."""
+        type_ = _TYPES.get(stat.S_IFMT(mode))
+        if type_ is None:
+            raise FUSEError(errno.EPERM)
+        return await self._mention_new(await self._make(parent_inode, name, type_, mode, ctx))
+
+    @answers
+    async def mkdir(self, parent_inode: Number, name: Name, mode: Mode, ctx: RequestContext) -> EntryAttributes:
+        """A directory."""
+        return await self._mention_new(await self._make(parent_inode, name, EntryType.DIRECTORY, mode, ctx))
+
+    @answers
+    async def symlink(self, parent_inode: Number, name: Name, target: Name, ctx: RequestContext) -> EntryAttributes:
+        """A symbolic link with any text."""
+        return await self._mention_new(await self._make(parent_inode, name, EntryType.SYMLINK, 0o777, ctx, target))
+
+    @answers
+    async def link(
+        self, inode: Number, new_parent_inode: Number, new_name: Name, ctx: RequestContext
+    ) -> EntryAttributes:
+        """One more name of a file."""
+        directory = self._writable(new_parent_inode, new_name)
+        if not is_live(inode):
+            raise FUSEError(errno.EXDEV)
+        found = self.inode(inode)
+        await self.change(self.layer.link, found, directory, new_name, time.time_ns())
+        return await self._mention_new(found)
+
+    async def _make(
+        self, parent: Number, name: Name, type_: EntryType, mode: int, ctx: RequestContext, target: bytes = b""
+    ) -> Inode:
+        owner = (stat.S_IMODE(mode), ctx.uid, ctx.gid)
+        directory = self._writable(parent, name)
+        return await self.change(self.layer.make, directory, name, type_, *owner, time.time_ns(), target=target)
+
+    async def _mention_new(self, inode: Inode) -> EntryAttributes:
+        return self.mention(inode, await self._ask(self.layer.stat, inode))
+
+    # Removing and renaming
+
+    @answers
+    async def unlink(self, parent_inode: Number, name: Name, ctx: RequestContext) -> None:
+        """Remove a name of a file; what is open stays readable."""
+        await self.change(self.layer.unlink, self._writable(parent_inode, name), name, time.time_ns())
+
+    @answers
+    async def rmdir(self, parent_inode: Number, name: Name, ctx: RequestContext) -> None:
+        """Remove an empty directory."""
+        await self.change(self.layer.rmdir, self._writable(parent_inode, name), name, time.time_ns())
+
+    @answers
+    async def rename(
+        self,
+        parent_inode_old: Number,
+        name_old: Name,
+        parent_inode_new: Number,
+        name_new: Name,
+        flags: int,
+        ctx: RequestContext,
+    ) -> None:
+        """Move a name, over another one too, in one step for whoever looks."""
+        if flags not in (0, _NOREPLACE, _EXCHANGE):
+            raise FUSEError(errno.EINVAL)
+        before = self._writable(parent_inode_old, name_old)
+        after = self._writable(parent_inode_new, name_new)
+        options = {"replace": flags != _NOREPLACE, "exchange": flags == _EXCHANGE}
+        await self.change(self.layer.rename, before, name_old, after, name_new, time.time_ns(), **options)
+
+    def _writable(self, parent: Number, name: Name) -> Inode:
+        """The directory in which a name is to be changed."""
+        if not is_live(parent):
+            raise FUSEError(errno.EROFS)
+        if _is_virtual(parent, name):
+            raise FUSEError(errno.EPERM)
+        if len(name) > limits.NAME_BYTES:
+            raise FUSEError(errno.ENAMETOOLONG)
+        return self.inode(parent)
+
+    # Extended attributes
+
+    @answers
+    async def getxattr(self, inode: Number, name: XattrName, ctx: RequestContext) -> bytes:
+        """A stored or computed attribute, of the families that a snapshot can hold."""
+        if not is_live(inode):
+            return await super().getxattr(inode, name, ctx)
+        if not name.startswith(_FAMILIES):
+            raise FUSEError(errno.EOPNOTSUPP)
+        try:
+            return await self._ask(self.layer.xattr, self.inode(inode), name)
+        except NotFoundError as error:
+            raise FUSEError(pyfuse3.ENOATTR) from error
+
+    @answers
+    async def listxattr(self, inode: Number, ctx: RequestContext) -> Sequence[XattrName]:
+        """The attributes that a copy should carry."""
+        if not is_live(inode):
+            return await super().listxattr(inode, ctx)
+        names = self.layer.xattr_names(self.inode(inode))
+        return [XattrName(name) for name in names if ctx.uid == 0 or not name.startswith(b"trusted.")]
+
+    @answers
+    async def setxattr(self, inode: Number, name: XattrName, value: bytes, ctx: RequestContext) -> None:
+        """Store an attribute."""
+        found = self._attributed(inode, name)
+        await self.change(self.layer.set_xattr, found, name, value, time.time_ns())
+
+    @answers
+    async def removexattr(self, inode: Number, name: XattrName, ctx: RequestContext) -> None:
+        """Remove an attribute."""
+        found = self._attributed(inode, name)
+        try:
+            await self.change(self.layer.remove_xattr, found, name, time.time_ns())
+        except NotFoundError as error:
+            raise FUSEError(pyfuse3.ENOATTR) from error
+
+    def _attributed(self, number: Number, name: XattrName) -> Inode:
+        if not is_live(number):
+            raise FUSEError(errno.EROFS)
+        if not name.startswith(_FAMILIES):
+            raise FUSEError(errno.EOPNOTSUPP)
+        if name.startswith(XATTR_PREFIX):
+            raise FUSEError(errno.EPERM)
+        return self.inode(number)
+
+    # The disk
+
+    @answers
+    async def statfs(self, ctx: RequestContext) -> StatvfsData:
+        """Size and free space of the disk that the store is on; what can be reclaimed counts as free."""
+        disk = await trio.to_thread.run_sync(os.statvfs, self._disk, limiter=self._threads)
+        reclaimable = self.live.reclaimer.reclaimable // disk.f_frsize
+        answer = StatvfsData()
+        for name in ("f_bsize", "f_frsize", "f_blocks", "f_files", "f_ffree", "f_favail"):
+            setattr(answer, name, getattr(disk, name))
+        answer.f_bfree = min(disk.f_bfree + reclaimable, disk.f_blocks)
+        answer.f_bavail = min(disk.f_bavail + reclaimable, disk.f_blocks)
+        answer.f_namemax = limits.NAME_BYTES
+        return answer
+
+
+def _is_virtual(parent: int, name: bytes) -> bool:
+    """True for the names at the root that are kept for trees beside the live one."""
+    return parent == ROOT_NUMBER and name.startswith(b"@")
