@@ -22,6 +22,7 @@ from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.records import PART_STAGED
 from moonclipfs.layers.wire import error_of
 from moonclipfs.layers.workerprocess import WorkerDiedError, WorkerProcess
+from moonclipfs.store.leases import Hold
 from moonclipfs.types import ObjectId
 
 if TYPE_CHECKING:
@@ -317,20 +318,33 @@ class Encoder:
         """Make the batch durable, journal what became of each file, and let the process go on."""
         batch, process = self._batch, self._batch.process
         assert process is not None
-        process.ask("complete")
-        stored: list[_Task] = []
-        for task in batch.tasks:
-            try:
-                self._layer.stored(task.job, task.recipe, task.size)
-                stored.append(task)
-            except MoonclipError as error:
-                self._fail([task], error)
-        self._layer.journal.commit()
+        with self._hold():
+            process.ask("complete")
+            stored = self._journal(batch.tasks)
         with self._changed:
             self._batch = _Batch()
             for task in stored:
                 task.done = True
         process.ask("release")
+
+    def _hold(self) -> Hold:
+        """Keeps from gc what the process makes durable, even if it dies before that is journalled."""
+        lease = self._layer.store.lease
+        if lease is None:
+            raise LeaseLostError(f"{self._layer.store.path} is not open for writing any more")
+        return lease.hold(self._layer.store.log.names.sequence)
+
+    def _journal(self, tasks: Iterable[_Task]) -> list[_Task]:
+        """Journal what became of files, durably; returns those for which that was possible."""
+        stored = []
+        for task in tasks:
+            try:
+                self._layer.stored(task.job, task.recipe, task.size)
+                stored.append(task)
+            except MoonclipError as error:
+                self._fail([task], error)
+        self._layer.files.log.commit()
+        return stored
 
     def _take_batch(self) -> _Batch:
         with self._changed:

@@ -34,12 +34,14 @@ class StubLayer:
 
     name = "test"
 
-    def __init__(self, directory: Path, limit: int = 1 << 30) -> None:
+    def __init__(self, store: Store, directory: Path, limit: int = 1 << 30) -> None:
+        self.store = store
         directory.mkdir(exist_ok=True)
         self.staging = Staging(directory, limit, FileOps())
         self.lock = threading.RLock()
-        self.journal = SimpleNamespace(commit=self._commit)
-        self.files = SimpleNamespace(jobs=SimpleNamespace(is_wanted=self._is_wanted))
+        self.files = SimpleNamespace(
+            jobs=SimpleNamespace(is_wanted=self._is_wanted), log=SimpleNamespace(commit=self._commit)
+        )
         self.jobs: list[Job] = []
         self.results: dict[int, tuple[ObjectId, int]] = {}
         self.messages: dict[int, str] = {}

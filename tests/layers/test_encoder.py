@@ -22,14 +22,14 @@ from moonclipfs.layers.workerprocess import WorkerProcess
 from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
 from moonclipfs.types import BytesSource, Kind
-from tests.layers.encoding import StubLayer, generations, read
+from tests.layers.encoding import Job, StubLayer, generations, read
 from tests.store.kit import noise, packs, publish, series
 from tests.store.test_ingest import floats, safetensors
 
 
 @pytest.fixture
-def layer(tmp_path: Path) -> StubLayer:
-    return StubLayer(tmp_path / "staging")
+def layer(store: Store, tmp_path: Path) -> StubLayer:
+    return StubLayer(store, tmp_path / "staging")
 
 
 @pytest.fixture
@@ -109,19 +109,32 @@ def test_many_small_files_cost_few_packs(store: Store, layer: StubLayer, encoder
         assert read(store, *layer.results[job.number]) == noise(jobs.index(job), 4096)
 
 
+@pytest.mark.parametrize("killed", [False, True])
 def test_nothing_is_reclaimed_between_durable_and_journalled(
-    store: Store, layer: StubLayer, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+    store: Store,
+    layer: StubLayer,
+    encoder: Encoder,
+    monkeypatch: pytest.MonkeyPatch,
+    killed: bool,
+    expect_log: Callable[[str], None],
 ) -> None:
+    if killed:
+        expect_log("encoder process was killed by SIGKILL; 0 files are encoded again")
     kept: list[bool] = []
     stored = layer.stored
 
-    def collecting(job: object, recipe: bytes, size: int) -> None:
+    def collecting(job: Job, recipe: bytes, size: int) -> None:
+        process = encoder._process
+        assert process is not None
+        if killed:
+            os.kill(process.pid, signal.SIGKILL)
+            wait_for(lambda: process.death is not None)
         with Store.open(store.path, write=True) as other:
             for _ in range(2):
                 store.names()
                 collect(other, wait_seconds=0)
             kept.append(read(other, recipe, size) == noise(1))
-        stored(job, recipe, size)  # type: ignore[arg-type]
+        stored(job, recipe, size)
 
     monkeypatch.setattr(layer, "stored", collecting)
     layer.add(noise(1))
@@ -259,7 +272,7 @@ def test_failures_are_tried_again_without_anybody_asking(
 
 
 def test_pressure_takes_open_files_and_finishes_at_once(tmp_path: Path, store: Store) -> None:
-    layer = StubLayer(tmp_path / "staging", limit=1_000_000)
+    layer = StubLayer(store, tmp_path / "staging", limit=1_000_000)
     encoder = Encoder(cast(Layer, layer), store.path)
     encoder.start()
     try:
