@@ -26,7 +26,7 @@ from moonclipfs import limits
 from moonclipfs.errors import BackendError, CorruptError, LimitError, MoonclipError, NoSpaceError
 from moonclipfs.layers.records import Contents, Link, Make, Record, SetXattr, decode_record, encode_record
 from moonclipfs.store import hostfs
-from moonclipfs.store.backend import FileOps, mode_of_files, os_errors, read_range
+from moonclipfs.store.backend import FileOps, from_os_error, mode_of_files, os_errors, read_range
 from moonclipfs.store.frames import encode_frame
 from moonclipfs.store.segments import (
     NO_BOOT,
@@ -115,7 +115,7 @@ class Journal:
         self._fresh_bytes = 0
         """What the journal took when it was written anew."""
         self._durable = _Position(0, 0)
-        self._broken = ""
+        self._failure: MoonclipError | None = None
         """Why nothing can be written any more."""
         self._committed = threading.Condition()
         self._committing = False
@@ -262,7 +262,7 @@ class Journal:
                 if os.fstat(self._fd).st_size > self._end:
                     self._write_all(self._fd, bytes(length), self._end)
         except MoonclipError as error:
-            self._broken = str(error)
+            self._failure = error
 
     def _make_room(self, length: int, spared: int) -> None:
         """See that `length` bytes and the reserve behind them have their space, or without more space, that
@@ -329,11 +329,12 @@ class Journal:
         except MoonclipError as error:
             with self._lock:
                 if fd == self._fd:
-                    self._broken = str(error)
+                    self._failure = error
         with self._lock:
             self._syncing = -1
             if fd != self._fd:  # written anew meanwhile, and durable by that
-                self._ops.close(fd)
+                with os_errors(f"close the journal {self.directory}"):
+                    self._ops.close(fd)
             else:
                 self._require_usable()
                 self._durable = max(self._durable, position)
@@ -343,8 +344,9 @@ class Journal:
         self._append(encode_mark(durable), 0)
 
     def _require_usable(self) -> None:
-        if self._broken:
-            raise BackendError(f"{self._broken}; the journal takes nothing more until the layer is mounted again")
+        if self._failure is not None:
+            advice = "the journal takes nothing more until the layer is mounted again"
+            raise type(self._failure)(f"{self._failure}; {advice}") from self._failure
         if self._fd < 0:
             raise BackendError(f"the journal {self.directory} is not open")
 
@@ -401,7 +403,7 @@ class Journal:
         try:
             self._sync_directory()
         except OSError as error:
-            self._broken = f"cannot sync {self.directory}: {error.strerror}"
+            self._failure = from_os_error(error, f"sync {self.directory}")
             raise
         self._durable = _Position(number, end)
 
@@ -427,15 +429,16 @@ class Journal:
 
     def close(self) -> None:
         """Let go of the files; harmless when that was done. What was not committed is in the page cache."""
-        with self._lock:
+        with self._lock, os_errors(f"close the journal {self.directory}"):
             if self._fd < 0:
                 return
             try:
-                if not self._broken and self._durable.offset == self._end:
+                if self._failure is None and self._durable.offset == self._end:
                     self._mark()  # so that damage in what was committed last is told from a torn tail
             finally:
-                self._ops.close(self._fd)
-                self._fd = -1
+                fd, self._fd = self._fd, -1
+                if fd != self._syncing:
+                    self._ops.close(fd)
 
 
 def _boot() -> bytes:
