@@ -1,0 +1,176 @@
+"""The live layer of a store, with everything that works behind it: encoding, seals, reclaiming, and what is told of it.
+
+A mount drives one of these, and so does a program that wants a writable tree without a mount.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moonclipfs import limits
+from moonclipfs.errors import MoonclipError, NoSpaceError
+from moonclipfs.layers.encoder import Encoder
+from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.periodic import Periodic
+from moonclipfs.layers.reclaim import Reclaimer
+from moonclipfs.layers.seal import Sealer
+from moonclipfs.store.rebind import clone, restore
+from moonclipfs.store.store import Store
+from moonclipfs.types import Version
+
+log = logging.getLogger(__name__)
+
+_SEAL_TICK_SECONDS = 0.5
+_RECLAIM_TICK_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveOptions:
+    """How a live layer works; see the options of `moonclipfs mount`. Times in seconds, `seal_after` None for never."""
+
+    layer: str | None = None
+    staging: str | None = None
+    staging_limit: int = limits.STAGING_BYTES
+    seal_after: float | None = limits.SEAL_AFTER_SECONDS
+    keep_versions: int = limits.KEEP_VERSIONS
+    keep_deleted: float = limits.KEEP_DELETED_SECONDS
+
+
+class Live:
+    """A live layer at work. A context manager; thread-safe."""
+
+    def __init__(self, store: Store, options: LiveOptions | None = None, *, mountpoint: str = "") -> None:
+        """Open the layer of a store that is open for writing; `close` leaves the store open. Raises BusyError."""
+        options = options or LiveOptions()
+        self.store = store
+        self.layer = Layer.open(
+            store,
+            options.layer or default_layer(),
+            mountpoint=mountpoint,
+            staging=None if options.staging is None else Path(options.staging),
+            staging_limit=options.staging_limit,
+        )
+        self.encoder = Encoder(self.layer, store.path)
+        self.sealer = Sealer(
+            self.layer, self.encoder, seal_after=options.seal_after, keep_versions=options.keep_versions
+        )
+        self.reclaimer = Reclaimer(self.layer, self.encoder, keep_deleted=options.keep_deleted)
+        self._tasks = [
+            Periodic("moonclipfs sync", self._sync, limits.SYNC_SECONDS),
+            Periodic("moonclipfs seal", lambda: self.sealer.tick(time.monotonic()), _SEAL_TICK_SECONDS),
+            Periodic("moonclipfs reclaim", lambda: self.reclaimer.tick(time.monotonic()), _RECLAIM_TICK_SECONDS),
+        ]
+
+    def start(self) -> None:
+        """Begin to encode, seal and reclaim in the background."""
+        self.encoder.start()
+        for task in self._tasks:
+            task.start()
+
+    def close(self) -> list[str]:
+        """Store and seal what is there, as far as that is possible, and end. Returns what could not be done."""
+        for task in self._tasks:
+            task.stop()
+        problems = []
+        for work in (self._drain, self.sealer.close, self.layer.push_names):
+            try:
+                work()
+            except MoonclipError as error:
+                problems.append(str(error))
+        self.encoder.stop()
+        self.layer.close()
+        return problems
+
+    def __enter__(self) -> Live:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for problem in self.close():
+            log.error("not everything is stored: %s", problem)
+
+    def flush(self) -> None:
+        """Return when everything written so far is encoded and durable. Raises what kept some of it from that."""
+        self.layer.sync_all()
+        self._drain()
+        self.layer.push_names()
+
+    def seal(self, path: bytes, *, wait: bool = True) -> Version | None:
+        """Seal the directory at a path of the layer; returns its version, the last one when nothing is new.
+
+        Without `wait` it is captured, and published in the background. Raises NotFoundError, UsageError, BusyError.
+        """
+        return self.sealer.seal(path, wait=wait)
+
+    def make_room(self, length: int) -> int:
+        """Reclaim about `length` bytes on a full disk, or as much as can be; returns how many were freed."""
+        return self.reclaimer.make_room(length)
+
+    def status(self) -> dict[str, Any]:
+        """What is staged, being encoded, failed, waiting to be sealed, in conflict and reclaimable: JSON values."""
+        return {
+            "layer": self.layer.name,
+            "store": os.fspath(self.store.path),
+            **self.layer.staged(),
+            "encoder": self.encoder.status(),
+            "captures": len(self.layer.captures),
+            "missing": self.sealer.missing(),
+            "conflicts": self.layer.conflicts(),
+            "reclaimable": self.reclaimer.reclaimable,
+            "troubles": [task.trouble for task in self._tasks if task.trouble],
+        }
+
+    @property
+    def verbs(self) -> Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]]:
+        """What the control socket of a mount offers; each may take long, and is called on a thread of its own."""
+        return {
+            "status": lambda _: self.status(),
+            "flush": self._flush_verb,
+            "seal": self._seal_verb,
+            "restore": self._restore_verb,
+            "clone": self._clone_verb,
+        }
+
+    def _flush_verb(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.flush()
+        return {}
+
+    def _seal_verb(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        version = self.seal(os.fsencode(arguments["path"]), wait=arguments.get("wait", True))
+        return {} if version is None else {"path": version.path, "number": version.number}
+
+    def _restore_verb(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        version = restore(self.store, arguments["name"], arguments.get("number"), to=arguments.get("to"))
+        return {"path": version.path, "number": version.number}
+
+    def _clone_verb(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        version = clone(self.store, arguments["source"], arguments["target"])
+        return {"path": version.path, "number": version.number}
+
+    def _drain(self) -> None:
+        try:
+            self.encoder.drain()
+        except NoSpaceError:
+            if not self.make_room(self.layer.staging.used):
+                raise
+            self.encoder.drain()
+
+    def _sync(self) -> None:
+        self.layer.sync_all()
+        self.layer.push_names()
+
+
+def default_layer() -> str:
+    """The name of the layer that mounts of this host use."""
+    name = "".join(letter if (letter.isalnum() and letter.isascii()) or letter in "._-" else "-" for letter in _host())
+    return name.lstrip(".") or "layer"
+
+
+def _host() -> str:
+    return os.uname().nodename
