@@ -171,6 +171,8 @@ SEAL_WRITERS_SECONDS = 5.0
 """How long an explicit seal waits for files that are open for writing."""
 WRITERS = 4096
 """Directories of a layer for which it is known which process wrote to them."""
+CAPTURED_FILES = 1000
+"""Staged files that a capture of a directory holds; more are encoded before it is taken."""
 SIBLINGS = 8
 """Snapshots of a line that a new one is compared with."""
 KEEP_VERSIONS = 3

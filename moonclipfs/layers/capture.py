@@ -16,7 +16,7 @@ import msgpack
 from moonclipfs.errors import CorruptError, UsageError
 from moonclipfs.layers.captured import CapturedEntry, decode_tree, encode_tree
 from moonclipfs.layers.changes import Changes
-from moonclipfs.layers.contents_records import content_of, size_of
+from moonclipfs.layers.contents_records import size_of
 from moonclipfs.layers.files import Files
 from moonclipfs.layers.inodes import Inode, Lower
 from moonclipfs.layers.names import Area, join
@@ -71,6 +71,8 @@ class Captures:
         self._layer = layer
         self._files = files
         self._pending: dict[int, Capture] = {}
+        self._unsynced: list[Generation] = []
+        """Of pending captures, those whose bytes may not be on the disk."""
         self.writers = Writers()
         """Where the contents of directories come from."""
         layer.state.handle(Captured, self._apply_captured)
@@ -95,11 +97,28 @@ class Captures:
 
     def recover(self) -> None:
         """After a replay: freeze and keep the staged bytes that captures need. Under the lock."""
-        files = (inode for inode in self._layer.state.own.values() if inode.content is not None)
-        known = {g.number: g for inode in files for g in content_of(inode).generations()}
+        contents = [inode.content for inode in self._layer.state.own.values() if inode.content is not None]
+        in_files = {generation.number for content in contents for generation in content.generations()}
         for capture in self._pending.values():
-            numbers = sorted(capture.generations())
-            self._pin(capture, [known.get(number) or self._layer.staging.open(number) for number in numbers])
+            generations = [self._layer.staging.open(number) for number in sorted(capture.generations())]
+            self._pin(capture, generations)
+            # What no file has any more goes with the capture.
+            self._files.log.disposal.drop(one for one in generations if one.number not in in_files)
+
+    def before_commit(self) -> bool:
+        """For the journal: sync the staged bytes that captures need, before their records count. Returns whether there
+        were any. Raises NoSpaceError, BackendError.
+        """
+        with self._layer.lock:
+            unsynced, self._unsynced = self._unsynced, []
+        try:
+            for generation in unsynced:
+                generation.sync()
+        except BaseException:
+            with self._layer.lock:
+                self._unsynced += unsynced
+            raise
+        return bool(unsynced)
 
     # Taking
 
@@ -123,8 +142,11 @@ class Captures:
         tree = builder.directory(b"", directory, path)
         number = layer.state.captures + 1
         capture = Capture(number, directory.number, path, layer.counter, metadata, tree)
+        if not tree.entries and tree.child == NO_ID and path in layer.view.area(Area.LIVE).directories:
+            raise UsageError(f"/{os.fsdecode(path)} holds nothing but snapshots, which have names of their own")
         layer.record(*capture.record())
         self._pin(self._pending[number], builder.generations(capture))
+        self._unsynced += self._pending[number].pinned
         return self._pending[number]
 
     def _pin(self, capture: Capture, generations: list[Generation]) -> None:

@@ -68,7 +68,7 @@ class Layer(Changes):
             place = directory / "staging" if staging is None else staging / f"{store.config.store_id}-{name}"
             layer.staging = Staging(place, staging_limit, ops)
             layer.journal = Journal(
-                directory / "journal", ops, lambda: layer.files.log.before_commit(), lock=layer.lock, layer_id=layer_id
+                directory / "journal", ops, lambda: layer._before_commit(), lock=layer.lock, layer_id=layer_id
             )
             layer.files = Files(layer)
             layer.captures = Captures(layer, layer.files)
@@ -123,6 +123,10 @@ class Layer(Changes):
     def staged(self) -> dict[str, Any]:
         """See `Jobs.staged`."""
         return self.files.jobs.staged()
+
+    def _before_commit(self) -> bool:
+        captured, ordered = self.captures.before_commit(), self.files.log.before_commit()
+        return captured or ordered
 
     def _recover(self) -> None:
         state = self.state

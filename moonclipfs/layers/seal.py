@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from moonclipfs import limits
 from moonclipfs.errors import BusyError, MoonclipError, NotFoundError
-from moonclipfs.layers.capture import Capture
+from moonclipfs.layers.capture import Capture, own_files
 from moonclipfs.layers.captured import CapturedEntry, encode_tree
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.names import Area
@@ -105,6 +105,7 @@ class Sealer:
             bound = self._unchanged(path, directory)
         if bound is not None:
             return bound
+        self._store_many(directory)
         capture = self._layer.captures.take(directory, self._metadata(directory, metadata or {}, automatic=False))
         if not wait:
             self._next_publish = 0.0
@@ -114,6 +115,13 @@ class Sealer:
         for one, published in self._publish_pending(until=capture.number):
             version = published if one.number == capture.number else version
         return version
+
+    def _store_many(self, directory: Inode) -> None:
+        """Encode first where many files are staged, so that a capture does not have to hold all their bytes."""
+        with self._layer.lock:
+            staged = [inode for inode in own_files(directory) if inode.content is not None and inode.content.is_staged]
+        if len(staged) > limits.CAPTURED_FILES:
+            self._encoder.drain(staged)
 
     def _wait_for_writers(self, path: bytes, directory: Inode) -> None:
         """The kernel tells of a close when it has returned to the program: what was closed just now may seem open."""
@@ -158,15 +166,29 @@ class Sealer:
         Called about once a second; cheap when nothing changed. Raises what keeps a capture from being published: it
         is tried again after `limits.RETRY_SECONDS`.
         """
+        failures: list[MoonclipError] = []
         if len(self._layer.captures) and now >= self._next_publish:
             self._next_publish = now + limits.RETRY_SECONDS
-            self._publish_pending()
-        if self._seal_after is None:
-            return
-        self._look(now)
+            try:
+                self._publish_pending()
+            except MoonclipError as error:
+                failures.append(error)
+        if self._seal_after is not None:
+            self._look(now)
+            failures += self._try_all(now)
+        if failures:
+            raise failures[0]
+
+    def _try_all(self, now: float) -> list[MoonclipError]:
+        failures = []
         for unit in list(self._units.values()):
             if now >= unit.next_try:
-                self._try(unit, now)
+                try:
+                    self._try(unit, now)
+                except MoonclipError as error:
+                    unit.missing = (str(error),)
+                    failures.append(error)
+        return failures
 
     def missing(self) -> dict[str, list[str]]:
         """What units that are quiet lack, by path."""
@@ -234,6 +256,7 @@ class Sealer:
             self._seal_unit(branch)
 
     def _seal_unit(self, branch: LayerBranch, *, incomplete: bool = False) -> None:
+        self._store_many(branch.inode)
         metadata = self._metadata(branch.inode, {}, automatic=True, incomplete=incomplete)
         capture = self._layer.captures.take(branch.inode, metadata)
         for one, version in self._publish_pending(until=capture.number):
@@ -261,13 +284,28 @@ class Sealer:
             self._encoder.drain(inodes)
 
     def _publish_pending(self, until: int | None = None) -> list[tuple[Capture, Version | None]]:
-        """Publish captures in their order, all or up to one. Raises what keeps the first from it."""
-        done = []
+        """Publish captures, all or one and those of the same directory before it, in their order.
+
+        One that fails keeps back the later ones of its directory only. Raises the first error in the end.
+        """
+        done: list[tuple[Capture, Version | None]] = []
+        failed: dict[int, MoonclipError] = {}
         with self._publishing:
-            for capture in self._layer.captures.pending():
-                if until is None or capture.number <= until:
+            pending = self._layer.captures.pending()
+            wanted = [capture for capture in pending if until is None or capture.number == until]
+            directories = {capture.directory for capture in wanted}
+            for capture in pending:
+                if capture.directory not in directories or (until is not None and capture.number > until):
+                    continue
+                if capture.directory in failed:
+                    continue
+                try:
                     self.before_publish(capture)
                     done.append((capture, self._publish(capture)))
+                except MoonclipError as error:
+                    failed[capture.directory] = error
+        if failed:
+            raise next(iter(failed.values()))
         return done
 
     def _publish(self, capture: Capture) -> Version | None:
@@ -358,6 +396,7 @@ def _version(names: Names, sequence: int) -> Version | None:
 
 def note_writer(layer: Layer, inode: Inode, pid: int) -> None:
     """Process `pid` opened a file of a layer for writing: it is told in the log when that is sealed. Never fails."""
-    parent = next(iter(inode.links), None)
+    with layer.lock:
+        parent = next(iter(inode.links), None)
     if parent is not None:
         layer.captures.writers.note(parent[0], pid)

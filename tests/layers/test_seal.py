@@ -439,7 +439,7 @@ def test_off_means_that_nothing_seals_itself(store: Store, layer: Layer) -> None
 
 
 def test_a_final_model_beside_checkpoints_is_sealed_explicitly(store: Store, layer: Layer, sealer: Sealer) -> None:
-    """Files beside checkpoint-N directories belong to no unit; they stay in the layer until their directory is sealed."""
+    """Files beside checkpoint-N directories belong to no unit: they wait for a seal of their directory."""
     put(layer, "out/checkpoint-5/model.safetensors", model())
     put(layer, "out/model.safetensors", model(1))
     put(layer, "out/trainer_state.json", b"{}")
