@@ -77,12 +77,12 @@ class Changes(NameSync):
 
         def body() -> None:
             self._check_new(directory, name)
+            if self._find(directory, name) is not None:
+                raise ExistsError(f"{self._place(directory)}: {os.fsdecode(name)!r} is there already")
             if inode.is_directory:
                 raise NotPermittedError("a directory has one name only")
             if not inode.links:
                 raise NotFoundError(f"{inode} has no name any more")
-            if self._find(directory, name) is not None:
-                raise ExistsError(f"{self._place(directory)}: {os.fsdecode(name)!r} is there already")
             if len(inode.links) >= LINKS:
                 raise TooManyLinksError(f"{inode} has {LINKS} names")
             self._adopt(inode)

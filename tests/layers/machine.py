@@ -106,10 +106,10 @@ class Model:
 
     def link(self, node: Node, directory: Node, name: bytes, now: int) -> None:
         self._new(directory, name)
-        if node.is_directory:
-            raise NotPermittedError
         if name in directory.entries:
             raise ExistsError
+        if node.is_directory:
+            raise NotPermittedError
         directory.entries[name] = node
         node.links += 1
         node.ctime_ns = now
