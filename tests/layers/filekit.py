@@ -27,12 +27,14 @@ def write_file(layer: Layer, name: bytes, data: bytes, directory: Inode | None =
 def overwrite(layer: Layer, inode: Inode, data: bytes, *, sync: bool = False) -> None:
     """What `open(..., "wb")` does to a file that is there."""
     file = layer.open_file(inode, write=True)
-    layer.truncate(inode, 0, 2)
-    file.write(0, data, 3)
-    if sync:
-        file.sync()
-    file.flush()
-    file.close()
+    try:
+        layer.truncate(inode, 0, 2)
+        file.write(0, data, 3)
+        if sync:
+            file.sync()
+        file.flush()
+    finally:
+        file.close()
 
 
 def read_all(layer: Layer, inode: Inode) -> bytes:
