@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgpack
@@ -103,3 +103,46 @@ def stored(store: Store, version: Version) -> dict[str, bytes]:
             reader = store.open_file(one)
             found[path.decode()] = reader.read(0, reader.size)
     return found
+
+
+def picture(layer: Layer, path: str) -> dict[str, tuple[object, ...]]:
+    """All that a version keeps of a directory's tree, by path, as the layer shows it."""
+    found: dict[str, tuple[object, ...]] = {}
+    linked: dict[int, list[str]] = {}
+    todo = [(layer.resolve(path.encode()), "")]
+    while todo:
+        above, prefix = todo.pop()
+        for name in layer.names_in(above):
+            inode = layer.lookup(above, name)
+            place = prefix + name.decode()
+            status = layer.stat(inode)
+            data = read_all(layer, inode) if inode.is_file else inode.target
+            found[place] = (inode.type, inode.mode, status.uid, status.gid, status.mtime_ns, status.ctime_ns, data)
+            if inode.is_directory:
+                todo.append((inode, place + "/"))
+            else:
+                linked.setdefault(inode.number, []).append(place)
+    return _with_links(found, linked.values())
+
+
+def stored_picture(store: Store, version: Version) -> dict[str, tuple[object, ...]]:
+    """The same of a version."""
+    found: dict[str, tuple[object, ...]] = {}
+    linked: dict[int, list[str]] = {}
+    for path, one in store.walk(version):
+        data, attributes = one.target, one.attributes
+        if one.type is EntryType.FILE:
+            reader = store.open_file(one)
+            data = reader.read(0, reader.size)
+        times = attributes.mtime_ns, attributes.ctime_ns
+        found[path.decode()] = (one.type, attributes.mode, attributes.uid, attributes.gid, *times, data)
+        if one.link_group:
+            linked.setdefault(one.link_group, []).append(path.decode())
+    return _with_links(found, linked.values())
+
+
+def _with_links(
+    found: dict[str, tuple[object, ...]], linked: Iterable[Collection[str]]
+) -> dict[str, tuple[object, ...]]:
+    groups = {path: frozenset(paths) for paths in linked for path in paths}
+    return {path: (*what, groups.get(path, frozenset([path]))) for path, what in found.items()}
