@@ -24,7 +24,7 @@ def command(store: str | None, as_json: bool) -> None:
 
     \b
     JSON (bytes): versions, files, logical, shared, holes, literals, ratio,
-                  full, delta, trees, only_bases and each of dtypes {objects, raw, stored},
+                  full, delta, trees, only_bases, layers and each of dtypes {objects, raw, stored},
                   dead, overhead, packs, pack_bytes
     """
     with opened(whole_store(store)) as opened_store:
@@ -46,6 +46,8 @@ def _print(found: StoreStats) -> None:
     rows += [("dtype", *_cells(name, part)) for name, part in sorted(found.dtypes.items())]
     rows += [("packs", *_cells("directories and recipes", found.trees))]
     rows += [("packs", *_cells("held only as bases", found.only_bases))]
+    if found.layers.objects:
+        rows += [("packs", *_cells("for layers alone", found.layers))]
     rows += [
         ("packs", name, "", "", human(size), "") for name, size in (("dead", found.dead), ("overhead", found.overhead))
     ]

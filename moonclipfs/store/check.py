@@ -14,6 +14,7 @@ from moonclipfs.errors import BackendError, CorruptError, MoonclipError, NotFoun
 from moonclipfs.formats.contents import findings
 from moonclipfs.formats.layout import Layout
 from moonclipfs.store import packfile
+from moonclipfs.store.layerdirs import LayerRoots, layer_names
 from moonclipfs.store.log import Names
 from moonclipfs.store.objectcheck import ObjectCheck, has_gone
 from moonclipfs.store.packs import pack_key
@@ -21,7 +22,7 @@ from moonclipfs.store.problems import Problem, ProblemKind, VerifyReport
 from moonclipfs.store.reachable import Footers, PackTable
 from moonclipfs.store.records import decode_record, read_bound, record_name, record_sequence
 from moonclipfs.store.store import Store
-from moonclipfs.store.treecheck import affected_files, name_of, read_trees
+from moonclipfs.store.treecheck import Top, affected_files, name_of, read_trees, top_of
 from moonclipfs.types import Entry, EntryType, Source, Version
 
 _LOG_RECORD = re.compile(r"log record (\d+)")
@@ -50,6 +51,10 @@ def _verify(store: Store, quick: bool, contents: bool, progress: Callable[[int, 
     names = store.names()
     versions = sorted(names.all_versions(), key=lambda version: version.sequence)
     problems = list(_check_log(store, names))
+    # Before the packs are listed: what a journal names lies in one by then.
+    tops = [top_of(version) for version in versions]
+    for layer in layer_names(store.path):
+        problems += _read_layer(store, layer, tops)
     footers = Footers(store.backend, store.packs)
     table = footers.table()
     problems += [Problem(ProblemKind.PACK, pack_key(pack), message) for pack, message in footers.damaged.items()]
@@ -57,20 +62,31 @@ def _verify(store: Store, quick: bool, contents: bool, progress: Callable[[int, 
     problems += _check_records(store, table, footers, condemned, quick)
     # Before anything is looked up in it: a lookup that fails makes it anew without a word.
     problems += _check_index(store, footers)
-    trees = read_trees(store, versions, table)
+    trees = read_trees(store, tops, table)
     objects = ObjectCheck(store, table, trees.needed, condemned)
     if not quick:
         objects.audit(progress)
     for object_id, why in trees.unreadable.items():
         objects.report_unreadable(object_id, why)
     if objects.broken:
-        for object_id, name in affected_files(store, versions, objects.broken):
+        for object_id, name in affected_files(store, tops, objects.broken):
             objects.blame(object_id, name)
     problems += [*trees.problems, *objects.problems]
     if contents:
         problems += _check_contents(store, versions)
     encoded = 0 if quick else int(table.entries["encoded_length"].sum())
     return VerifyReport(quick, len(versions), len(table.names), len(table.entries), encoded, problems)
+
+
+def _read_layer(store: Store, layer: str, tops: list[Top]) -> Iterator[Problem]:
+    """Add to `tops` what the journal of a layer names."""
+    try:
+        for kind, object_id in set(LayerRoots(store.path).more_of(layer)):
+            tops.append(Top(f"layer {layer}", kind, object_id))
+    except MoonclipError as error:
+        name = f"layer {layer}"
+        message = f"{error}; what it needs cannot be told, and gc deletes nothing"
+        yield Problem(ProblemKind.LAYER, name, message, [name + "/"])
 
 
 def _check_log(store: Store, names: Names) -> Iterator[Problem]:

@@ -125,11 +125,15 @@ class LayerRoots:
     def more(self) -> Iterator[tuple[str, Kind, ObjectId]]:
         """Yield (layer, kind, object) of all records that came since the last call. Raises as `layer_roots` does."""
         for name in layer_names(self._root):
-            try:
-                for kind, object_id in self._of_layer(name):
-                    yield name, kind, object_id
-            except (CorruptError, FormatVersionError) as error:
-                raise type(error)(f"layer {name}: {error}") from error
+            for kind, object_id in self.more_of(name):
+                yield name, kind, object_id
+
+    def more_of(self, name: str) -> Iterator[tuple[Kind, ObjectId]]:
+        """The same of one layer."""
+        try:
+            yield from self._of_layer(name)
+        except (CorruptError, FormatVersionError) as error:
+            raise type(error)(f"layer {name}: {error}") from error
 
     def _of_layer(self, name: str) -> Iterator[tuple[Kind, ObjectId]]:
         directory = self._root / DIRECTORY / name / "journal"

@@ -15,6 +15,7 @@ class ProblemKind(enum.StrEnum):
     MISSING = "missing"
     CHAIN = "chain"
     TREE = "tree"
+    LAYER = "layer"
     INDEX = "index"
     CONTENTS = "contents"
 

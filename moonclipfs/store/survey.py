@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence
 
 from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store.layerdirs import LayerRoots
 from moonclipfs.store.log import Names
 from moonclipfs.store.reachable import Closure, Footers, Needed, PackTable
 from moonclipfs.store.store import Store
-from moonclipfs.store.treecheck import affected_files
+from moonclipfs.store.treecheck import Top, affected_files, top_of
 from moonclipfs.store.waste import Waste, measure, removable
 from moonclipfs.types import Kind, ObjectId, Version
 
@@ -104,7 +104,7 @@ class Survey:
         if not closure.missing:
             return
         lost: set[ObjectId] = {*closure.missing, *closure.unresolved}
-        found = [next(affected_files(self._store, [version], lost), None) for version in self._kept]
+        found = [next(affected_files(self._store, [top_of(version)], lost), None) for version in self._kept]
         damaged = [one for one in found if one is not None]
         if not damaged:
             self._require_layers(lost, closure.missing)
@@ -117,12 +117,15 @@ class Survey:
             "nothing is deleted: bring back the pack that held it, or `moonclipfs forget` these versions, all at once"
         )
 
-    def _require_layers(self, lost: Set[ObjectId], missing: Sequence[ObjectId]) -> None:
-        for (kind, object_id), layer in self._roots.items():
-            found = Needed()
+    def _require_layers(self, lost: set[ObjectId], missing: Sequence[ObjectId]) -> None:
+        tops = [Top(f"layer {layer}", kind, object_id) for (kind, object_id), layer in self._roots.items()]
+        for object_id, name in affected_files(self._store, tops, lost):
+            gone = object_id if object_id in missing else missing[0]
+            raise MissingObjectError(f"{name}: it needs object {gone.hex()}, which is in no pack, {_RESTORE}")
+
+    def of_layers(self) -> Needed:
+        """All that layers need, also of what versions need."""
+        found = Needed()
+        for kind, object_id in self._roots:
             found.add(self._store, kind, object_id)
-            if not lost.isdisjoint(found.ids()):
-                gone = next((one for one in missing if one in set(found.ids())), object_id)
-                raise MissingObjectError(
-                    f"layer {layer}: it needs object {gone.hex()}, which is in no pack or cannot be decoded, {_RESTORE}"
-                )
+        return found

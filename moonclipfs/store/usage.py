@@ -2,7 +2,7 @@
 
 Stored bytes are what objects take in packs, record header and footer row included; of an object that several packs
 hold, one copy counts and the others are dead. A version is charged with the directories, recipes and data that it
-leads to, and with the bases behind them.
+leads to, and with the bases behind them. What layers need too is not freed when a version goes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,11 @@ def du(store: Store, versions: Collection[Version]) -> SetUsage:
         user[rows] = number
         together[rows] += (version.path, version.number) in asked
         stored[version.path, version.number] = int(table.stored[rows].sum())
+    rows = np.flatnonzero(table.closure(survey.of_layers().ids(), choice).live)
+    users[rows] += 1
+    user[rows] = len(kept)
     alone = users == 1
-    exclusive = np.bincount(user[alone], table.stored[alone], len(kept)).astype(np.int64)
+    exclusive = np.bincount(user[alone], table.stored[alone], len(kept) + 1).astype(np.int64)
     numbers = {(version.path, version.number): number for number, version in enumerate(kept)}
     usages = [
         VersionUsage(
@@ -123,8 +126,9 @@ class StoreStats:
 
     `logical` is all files of all kept versions as plain files. It is the sum of: `shared`, referred to again after
     the first time; `holes` and `literals` (kept in recipes); and the raw bytes of `full` and `delta` objects. Packs
-    are the sum of: what `full`, `delta`, `trees` (directories and recipes) and `only_bases` (needed for deltas alone)
-    take; `dead`, which gc frees in time, condemned packs included; and `overhead`, headers and trailers.
+    are the sum of: what `full`, `delta`, `trees` (directories and recipes), `only_bases` (needed for deltas alone)
+    and `layers` (needed by no version) take; `dead`, which gc frees in time, condemned packs included; and
+    `overhead`, headers and trailers.
     """
 
     versions: int = 0
@@ -137,6 +141,7 @@ class StoreStats:
     delta: Part = field(default_factory=Part)
     trees: Part = field(default_factory=Part)
     only_bases: Part = field(default_factory=Part)
+    layers: Part = field(default_factory=Part)
     dtypes: dict[str, Part] = field(default_factory=dict)
     dead: int = 0
     overhead: int = 0
@@ -162,7 +167,7 @@ def stats(store: Store) -> StoreStats:
     found.dead = int(waste.dead.sum())
     found.overhead = found.pack_bytes - int(table.stored.sum())
     used = _count_files(store, list(names.all_versions()), found)
-    _count_objects(table, waste.needed.nonzero()[0].tolist(), used, found)
+    _count_objects(table, waste.needed.nonzero()[0].tolist(), used, set(survey.only_layers.ids()), found)
     return found
 
 
@@ -192,13 +197,17 @@ def _count_files(store: Store, versions: Sequence[Version], found: StoreStats) -
     return used
 
 
-def _count_objects(table: PackTable, rows: Sequence[int], used: dict[ObjectId, int], found: StoreStats) -> None:
+def _count_objects(
+    table: PackTable, rows: Sequence[int], used: dict[ObjectId, int], layers: set[ObjectId], found: StoreStats
+) -> None:
     missing = used.keys() - {table.entries["id"][row].tobytes() for row in rows}
     if missing:
         raise CorruptError(f"object {min(missing).hex()} is in no pack: run `moonclipfs verify`")
     for row in rows:
         location, stored = table.location(row), int(table.stored[row])
-        if location.kind is not Kind.DATA:
+        if location.object_id in layers:
+            found.layers.add(location.raw_length, stored)
+        elif location.kind is not Kind.DATA:
             found.trees.add(location.raw_length, stored)
         elif location.object_id not in used:
             found.only_bases.add(location.raw_length, stored)

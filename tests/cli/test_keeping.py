@@ -51,7 +51,7 @@ def test_stats_tells_what_was_saved(run: Run, filled: Path) -> None:
     told = run("stats", "--json", filled).json
     assert set(told) == {
         *("versions", "files", "logical", "shared", "holes", "literals", "ratio", "full", "delta", "trees"),
-        *("only_bases", "dtypes", "dead", "overhead", "packs", "pack_bytes"),
+        *("only_bases", "layers", "dtypes", "dead", "overhead", "packs", "pack_bytes"),
     }
     assert told["versions"] == 4
     assert told["delta"]["raw"] == 2 * 131072
