@@ -40,7 +40,9 @@ class Core:
         self.state = State(layer_id)
         self.root = self.state.root
         self.base = Base(store)
-        self.view = View(store.names())
+        names = store.names()
+        self.view = View(names)
+        store.saw(names)
         self.before_rename: Callable[[Inode, Inode | None], None] = lambda inode, replaced: None
         """Called under the lock: the first inode is about to take the place of the other, if there is one."""
 

@@ -7,6 +7,7 @@ is made again with the same number when it is looked up again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +33,13 @@ class Lower(NamedTuple):
     path: bytes
     directory: ObjectId
     root: ObjectId
+
+
+_NO_XATTRS: Mapping[bytes, bytes] = {}
+# What is no directory shares these, which stay empty: there may be millions.
+_NO_ENTRIES: dict[bytes, Inode] = {}
+_NO_NAMES: set[bytes] = set()
+_NO_CHANGES: dict[bytes, int] = {}
 
 
 class Inode:
@@ -77,7 +85,8 @@ class Inode:
         self.uid = uid
         self.gid = gid
         self.atime_ns = self.mtime_ns = self.ctime_ns = time_ns
-        self.xattrs: dict[bytes, bytes] = {}
+        self.xattrs: Mapping[bytes, bytes] = _NO_XATTRS
+        """Never changed in place."""
         self.target = b""
         self.own = False
         self.links: set[tuple[Inode, bytes]] = set()
@@ -101,9 +110,10 @@ class Inode:
         self.group = 0
         """Group of hard links in the base."""
         # Directories
-        self.entries: dict[bytes, Inode] = {}
+        is_directory = type_ is EntryType.DIRECTORY
+        self.entries: dict[bytes, Inode] = {} if is_directory else _NO_ENTRIES
         """Own entries: they win over bound names, and these over what shows through."""
-        self.removed: set[bytes] = set()
+        self.removed: set[bytes] = set() if is_directory else _NO_NAMES
         """Whiteouts: names of `lower` that do not show through."""
         self.lower: Lower | None = None
         """What shows through; of a file with a `group`, where that group is."""
@@ -111,7 +121,7 @@ class Inode:
         """How many directories there are in this one, if that was `counted`."""
         self.counted = 0
         """The state of the names of the log (`state.State.names_version`) for which they were counted, 0 for none."""
-        self.names_changed: dict[bytes, int] = {}
+        self.names_changed: dict[bytes, int] = {} if is_directory else _NO_CHANGES
         """Names that came, went or changed their inode since the last seal, and the change counter of that."""
         self.sealed = 0
         """Of a directory that is the root of a snapshot: the log record that bound the version that it showed, or was

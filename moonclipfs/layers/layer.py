@@ -40,6 +40,7 @@ class Layer(Changes):
     recovery: Recovery
     """What opening it found."""
     _lock_file: LayerLock
+    _closed = False
 
     @classmethod
     def open(
@@ -62,6 +63,7 @@ class Layer(Changes):
         directory, layer_id = make_layer(store, name)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint}
         lock = LayerLock.acquire(directory, holder)
+        store.layers += 1
         try:
             layer = cls(store, name, layer_id, directory)
             layer._lock_file = lock
@@ -79,14 +81,18 @@ class Layer(Changes):
                 layer.journal.close()
                 raise
         except BaseException:
+            store.layers -= 1
             lock.release()
             raise
         return layer
 
     def close(self) -> None:
         """Let go of the layer, as it is: the next one who opens it goes on from here. Harmless when done before."""
-        self.journal.close()
-        self._lock_file.release()
+        if not self._closed:
+            self._closed = True
+            self.journal.close()
+            self.store.layers -= 1
+            self._lock_file.release()
 
     # Contents of files, see `files.py`, `contentlog.py` and `jobs.py`
 

@@ -393,7 +393,7 @@ def _fill(inode: Inode, entry: Entry, lower: Lower | None) -> None:
     inode.mode, inode.uid, inode.gid = attributes.mode, attributes.uid, attributes.gid
     inode.mtime_ns = inode.atime_ns = attributes.mtime_ns
     inode.ctime_ns = attributes.ctime_ns
-    inode.xattrs = dict(attributes.xattrs)
+    inode.xattrs = attributes.xattrs
     inode.target, inode.size, inode.group = entry.target, entry.size, entry.link_group
     inode.lower = lower
     if entry.type is not EntryType.DIRECTORY:

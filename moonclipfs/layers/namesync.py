@@ -32,7 +32,7 @@ class NameSync(Lookup):
 
     _held: frozenset[tuple[Inode, bytes]] = frozenset()
     """Names that a move in the log is about to change."""
-    _closed: frozenset[Inode] = frozenset()
+    _shut: frozenset[Inode] = frozenset()
     """Directories that get no new entries meanwhile."""
 
     def __init__(self, store: Store, name: str, layer_id: bytes, directory: Path) -> None:
@@ -51,7 +51,7 @@ class NameSync(Lookup):
         with self.names_lock:
             if self.state.moving is not None:
                 self._finish_move()
-            names = self.store.log.refresh()
+            names = self.store.names()
             if names.sequence == self.view.sequence:
                 self.store.saw(names)
             else:
@@ -168,7 +168,7 @@ class NameSync(Lookup):
 
     def adopt_newest(self, now_ns: int, settle: Callable[[Names], None]) -> None:
         """Inside `naming`: show what names mean now, in one step with what `settle` does under the lock."""
-        names = self.store.log.refresh()
+        names = self.store.names()
 
         def records() -> list[Record]:
             settle(names)
@@ -206,7 +206,7 @@ class NameSync(Lookup):
         except NothingToTell:
             pass
         done = [Unbound(path, sequence) for sequence, path in pending.items()]
-        self._adopt_names(self.store.log.refresh(), time.time_ns(), lambda: done)
+        self._adopt_names(self.store.names(), time.time_ns(), lambda: done)
         return len(done)
 
     # What moves here
@@ -226,7 +226,7 @@ class NameSync(Lookup):
 
     def check_held(self, directory: Inode, name: bytes) -> None:
         """Under the lock: raise Missing, which waits for the end of the move, for a name that a move touches."""
-        if self._held and ((directory, name) in self._held or directory in self._closed):
+        if self._held and ((directory, name) in self._held or directory in self._shut):
             self.check_unmoved()
 
     def check_unmoved(self) -> None:
@@ -240,7 +240,7 @@ class NameSync(Lookup):
 
     def hold(self, names: frozenset[tuple[Inode, bytes]], closed: frozenset[Inode]) -> None:
         """Under the lock: let nobody but the thread that has `names_lock` change these names and directories."""
-        self._held, self._closed = names, closed
+        self._held, self._shut = names, closed
 
     def move_names(self, prepare: Callable[[], Moving | None], finish: Callable[[], Rename]) -> None:
         """Move names in the log together with a rename of the layer.
@@ -270,12 +270,12 @@ class NameSync(Lookup):
             self.store.log.move(_text(moving.old), _text(moving.new))
         except MoonclipError as error:
             self._give_up(moving, error)
-        self._adopt_names(self.store.log.refresh(), time.time_ns(), lambda: [finish()])
+        self._adopt_names(self.store.names(), time.time_ns(), lambda: [finish()])
 
     def _give_up(self, moving: Moving, error: MoonclipError) -> None:
         """After a move that failed: whether it reached the log can be unknown."""
         try:
-            done = self._has_moved(moving, self.store.log.refresh())
+            done = self._has_moved(moving, self.store.names())
         except MoonclipError:
             raise error from None  # `_finish_move` looks again
         if done:
@@ -291,7 +291,7 @@ class NameSync(Lookup):
         moving = self.state.moving
         if moving is None:
             return
-        names = self.store.log.refresh()
+        names = self.store.names()
 
         def records() -> Iterable[Record]:
             if self._has_moved(moving, names) and (rename := self._rename_of(moving)) is not None:

@@ -156,7 +156,7 @@ class State:
         return inode
 
     def _make(self, record: Make) -> None:
-        directory = self.own[record.parent]
+        directory = self.directory(record.parent)
         if record.name in directory.entries:
             raise ValueError(f"{record.name!r} is there")
         type_, time_ns = EntryType(record.type), record.time_ns
@@ -177,7 +177,7 @@ class State:
         self.seen[inode.number] = inode
 
     def _adopt(self, record: Adopt) -> None:
-        directory = self.own[record.parent]
+        directory = self.directory(record.parent)
         if record.name in directory.entries:
             raise ValueError(f"{record.name!r} is there")
         inode = self.find(record.number)
@@ -189,7 +189,7 @@ class State:
         self.attach(directory, record.name, inode)
 
     def _link(self, record: Link) -> None:
-        inode, directory = self.own[record.number], self.own[record.parent]
+        inode, directory = self.own[record.number], self.directory(record.parent)
         if record.name in directory.entries:
             raise ValueError(f"{record.name!r} is there")
         self.attach(directory, record.name, inode)
@@ -198,7 +198,7 @@ class State:
         self.changed(inode)
 
     def _remove(self, record: Remove) -> None:
-        directory, name = self.own[record.parent], record.name
+        directory, name = self.directory(record.parent), record.name
         inode = self.detach(directory, name)
         if record.whiteout:
             directory.removed.add(name)
@@ -226,7 +226,7 @@ class State:
             self.names_version += 1
 
     def _rename(self, record: Rename) -> None:
-        old, new = self.own[record.parent], self.own[record.new_parent]
+        old, new = self.directory(record.parent), self.directory(record.new_parent)
         self._end_move({self._named(old, record.name), self._named(new, record.new_name)})
         inode = self.detach(old, record.name)
         if inode is None:
@@ -268,12 +268,21 @@ class State:
 
     def _set_xattr(self, record: SetXattr) -> None:
         inode = self._any(record.number)
+        xattrs = dict(inode.xattrs)
         if record.value is None:
-            del inode.xattrs[record.name]
+            del xattrs[record.name]
         else:
-            inode.xattrs[record.name] = record.value
+            xattrs[record.name] = record.value
+        inode.xattrs = xattrs
         inode.ctime_ns = record.ctime_ns
         self.changed(inode)
+
+    def directory(self, number: int) -> Inode:
+        """The own directory with a number. Raises KeyError, ValueError."""
+        inode = self.own[number]
+        if not inode.is_directory:
+            raise ValueError(f"{inode} is no directory")
+        return inode
 
     def _any(self, number: int) -> Inode:
         inode = self.find(number)
@@ -282,7 +291,7 @@ class State:
         return inode
 
     def _drop(self, record: Dropped) -> None:
-        directory = self.own[record.parent]
+        directory = self.directory(record.parent)
         todo = [directory.entries[record.name]]
         self.detach(directory, record.name)
         while todo:

@@ -41,10 +41,11 @@ def apply_whole(state: State, record: Whole) -> None:
     inode.xattrs, inode.target = dict(record.xattrs), record.target
     inode.size, inode.child, inode.group, inode.sealed = record.size, record.child, record.group, record.sealed
     inode.lower = Lower(*record.lower) if record.lower else None
-    inode.removed, inode.names_changed = set(record.removed), dict(record.names_changed)
+    if inode.is_directory:
+        inode.removed, inode.names_changed = set(record.removed), dict(record.names_changed)
     inode.changed, inode.below = record.changed, record.below
     for parent, name in record.links:
-        state.attach(state.own[parent], name, inode)
+        state.attach(state.directory(parent), name, inode)
 
 
 def _whole(inode: Inode) -> Whole:

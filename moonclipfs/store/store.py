@@ -52,6 +52,8 @@ class Store:
             make_missing_directories(self.backend, self.config)
         self.write = write
         self._purpose = purpose
+        self.layers = 0
+        """How many open layers tell the lease what was seen: they may rely on earlier names for longer than others."""
         self.log = Log(self.backend)
         names = self.log.refresh()
         self.lease = self._lease(names.sequence)
@@ -133,18 +135,20 @@ class Store:
             self.lease = None
 
     def names(self) -> Names:
-        """The names as they are now; tells the lease that this process has seen them. Raises CorruptError.
+        """The names as they are now; tells the lease that this process has seen them, unless a layer does. Raises
+        CorruptError.
 
         Packs that were deleted are let go of: without that, their space would not be freed.
         """
         names = self.log.refresh()
-        self.saw(names)
+        self.index.set_condemned(names.condemned())
+        self.packs.forget_deleted()
+        if not self.layers:
+            self.saw(names)
         return names
 
     def saw(self, names: Names) -> None:
-        """Tell the lease that this process has seen `names`, and relies on nothing before them but for its holds."""
-        self.index.set_condemned(names.condemned())
-        self.packs.forget_deleted()
+        """Tell the lease that this process relies on nothing before `names` but for its holds and its journals."""
         if self.lease is not None:
             self.lease.seen(names.sequence)
 

@@ -13,6 +13,7 @@ from moonclipfs.errors import BackendError, MoonclipError, NotEmptyError, NotFou
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.tree import NotCachedError
+from moonclipfs.store.leases import live_leases
 from moonclipfs.store.log import Log
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType
@@ -434,3 +435,24 @@ def test_names_that_are_bound_at_what_is_moved_away(store: Store, opened: Callab
     layer.refresh(NOW)
     assert paths(layer) == [b"a", b"a/x", b"b", b"b/theirs"]
     assert paths(opened()) == [b"a", b"a/x", b"b", b"b/theirs"]
+
+
+def test_the_lease_waits_for_the_layer(store: Store, opened: Callable[[], Layer]) -> None:
+    """gc is not told that this process has seen new names while the layer relies on the ones before."""
+    publish(store, "a", {"x": b"1"})
+    layer = opened()
+    with Store.open(store.path, write=True) as second:
+        publish(second, "b", {"x": b"1"})
+
+    def seen() -> int:
+        assert store.lease is not None
+        return {state.name: state.seen for state in live_leases(store.path)}[store.lease.name]
+
+    store.names()
+    assert seen() == layer.view.sequence == 1
+    layer.refresh(NOW)
+    assert seen() == layer.view.sequence == 2
+    layer.close()
+    publish(store, "c", {"x": b"1"})
+    store.names()
+    assert seen() == 3
