@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import msgpack
 
-from moonclipfs.errors import CorruptError, UsageError
+from moonclipfs import limits
+from moonclipfs.errors import CorruptError, LimitError, UsageError
 from moonclipfs.layers.captured import CapturedEntry, decode_tree, encode_tree
 from moonclipfs.layers.changes import Changes
 from moonclipfs.layers.contents_records import size_of
@@ -125,8 +126,8 @@ class Captures:
     def take(self, directory: Inode, metadata: dict[str, object]) -> Capture:
         """Capture a directory as it is now; `metadata` goes into the log with its version.
 
-        Raises UsageError for what cannot be a snapshot, NotFoundError for a directory that was removed, NoSpaceError,
-        BackendError.
+        Raises UsageError for what cannot be a snapshot, LimitError for one that is too deep, NotFoundError for a
+        directory that was removed, NoSpaceError, BackendError.
         """
         return self._layer.run(lambda: self._take(directory, metadata), wait=True)
 
@@ -160,6 +161,8 @@ class Captures:
     def _apply_captured(self, record: Captured) -> None:
         state = self._layer.state
         state.captures = max(state.captures, record.capture)
+        # Records that did not survive a power failure counted too: what comes now was changed after the capture.
+        state.change = max(state.change, record.counter)
         metadata = msgpack.unpackb(record.metadata, raw=False, unicode_errors="surrogateescape", strict_map_key=False)
         if not isinstance(metadata, dict):
             raise CorruptError(f"journal: capture {record.capture} has no metadata")
@@ -174,7 +177,7 @@ class Captures:
         state = self._layer.state
         capture = self._pending.pop(record.capture)
         del state.captured[record.capture]
-        self._files.log.disposal.unpin(capture.pinned)
+        self._files.log.disposal.unpin(capture.pinned, after_commit=True)
         if not record.sequence:
             return
         for other in self._pending.values():
@@ -220,8 +223,10 @@ class _Builder:
         """Those in files that the capture needs."""
         return [self._generations[number] for number in sorted(capture.generations())]
 
-    def directory(self, name: bytes, inode: Inode, path: bytes) -> CapturedEntry:
+    def directory(self, name: bytes, inode: Inode, path: bytes, depth: int = 0) -> CapturedEntry:
         """A directory with what changed in it; snapshots that are bound below it have names of their own."""
+        if depth > limits.PATH_DEPTH:
+            raise LimitError(f"/{os.fsdecode(path)}: more than {limits.PATH_DEPTH} directories deep")
         bound = self._layer.view.area(Area.LIVE).leaves
         lower, entries = inode.lower, []
         for child_name, child in inode.entries.items():
@@ -229,7 +234,7 @@ class _Builder:
             if child.is_directory:
                 # Clean ones too: what others changed in them has to show through after the seal.
                 if not (place in bound and child.sealed):
-                    entries.append(self.directory(child_name, child, place))
+                    entries.append(self.directory(child_name, child, place, depth + 1))
             elif lower is None or child_name in inode.names_changed or child.below:
                 entries.append(self._file(child_name, child) if child.is_file else _entry(child_name, child))
         anchor, child_id = (b"", NO_ID) if lower is None else (lower.anchor, lower.directory)

@@ -28,15 +28,15 @@ class Disposal:
         """Keep generations until they were unpinned as often."""
         self._pins.update(generations)
 
-    def unpin(self, generations: Iterable[Generation]) -> None:
-        """Undo a `pin`."""
+    def unpin(self, generations: Iterable[Generation], *, after_commit: bool = False) -> None:
+        """Undo a `pin`; with `after_commit`, what that lets go of is needed until the journal so far is on the disk."""
         for generation in generations:
             self._pins[generation] -= 1
             if not self._pins[generation]:
                 del self._pins[generation]
                 if generation in self._doomed:
                     self._doomed.remove(generation)
-                    self._staging.delete(generation)
+                    (self.drop_after_commit if after_commit else self.drop)([generation])
 
     def drop(self, generations: Iterable[Generation]) -> None:
         """No record of the journal and no content names these any more: they go."""

@@ -119,18 +119,17 @@ class Jobs:
             if job.number not in self._taken:
                 return
             inode = self._taken[job.number][0]
-            self.encoded(inode, job.generation, recipe, size)
+            self.encoded(inode, job.generation, job.recipe, recipe, size)
             self._end(job)
             if inode.content is not None and inode.links and not inode.writers:
                 self.closed(inode)
 
-    def encoded(self, inode: Inode, generation: int, recipe: ObjectId, size: int) -> None:
-        """Under the lock: the content that a file had at the freeze `generation` is stored durably as `recipe`.
-
-        Raises as `stored`.
+    def encoded(self, inode: Inode, generation: int, before: ObjectId, recipe: ObjectId, size: int) -> None:
+        """Under the lock: the content that a file had at the freeze `generation`, when its recipe was `before`, is
+        stored durably as `recipe`. Of no use when something newer was stored since. Raises as `stored`.
         """
         content = inode.content
-        if content is None or not inode.links:
+        if content is None or not inode.links or content.recipe != before:
             return
         record = Stored(inode.number, generation, recipe, size)
         self._layer.record(record, contents_refs(record))
@@ -141,6 +140,8 @@ class Jobs:
         pending = self._log.pending(inode)
         if pending is not None and not (inode.writers and pending.replaces):
             self._log.journal(inode, whole=True, durable=durable)
+        if inode not in self._busy and not inode.writers:
+            self.closed(inode)
 
     def give_up(self, job: Job, message: str) -> None:
         """A job failed; whoever has it may try it again. Its file stays staged and readable."""
@@ -212,7 +213,8 @@ class Jobs:
     def _forget_content(self, inode: Inode) -> None:
         """A file that is its recipe and nothing else needs no content in memory."""
         content = content_of(inode)
-        if self._log.pending(inode) is None and not inode.handles and not content.generations():
+        busy = inode in self._busy  # what comes of that job has to be told from this content
+        if self._log.pending(inode) is None and not (inode.handles or busy or content.generations()):
             inode.child = content.recipe if content.size else NO_ID
             inode.size, inode.content = content.size, None
 

@@ -366,10 +366,11 @@ class Sealer:
         )  # fmt: skip
         refs = [(Kind.DIRECTORY, answer["root"]), (Kind.DIRECTORY, answer["ours"])]
         refs += [(Kind.DIRECTORY, object_id) for _, object_id in answer["directories"]]
+        before = {entry.inode: entry.child for entry in capture.tree.walk()}
         for number, freeze, recipe, size in answer["files"]:
             inode = layer.state.own.get(number)
             if inode is not None:
-                layer.files.jobs.encoded(inode, freeze, recipe, size)
+                layer.files.jobs.encoded(inode, freeze, before[number], recipe, size)
         layer.record(record, refs)
         directory = layer.state.own.get(capture.directory)
         if directory is not None:

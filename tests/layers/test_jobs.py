@@ -252,3 +252,36 @@ def test_an_edited_file_is_its_own_hint(layer: Layer) -> None:
     file.close()
     (job,) = urgent(layer)
     assert job.hint == job.recipe == recipe(inode)
+
+
+def test_an_old_result_does_not_come_over_a_newer_one(layer: Layer) -> None:
+    """A capture can be stored after what was written later."""
+    old, new = os.urandom(BIG), os.urandom(BIG)
+    inode = write_at(layer, b"a", old)
+    stored = write_at(layer, b"old", old)
+    encode(layer, *layer.take_jobs(0.0, urgent=True, inodes=[stored]))
+    assert inode.content is not None
+    inode.content.freeze()
+    freeze = inode.content.newest
+    overwrite(layer, inode, new)
+    encode(layer, *urgent(layer))
+    file = layer.open_file(inode, write=True)
+    file.write(0, b"edit", 9)
+    with layer.lock:
+        layer.files.jobs.encoded(inode, freeze, NO_ID, recipe(stored), BIG)
+    assert file.read(0, BIG) == b"edit" + new[4:]
+    file.close()
+
+
+def test_what_a_seal_stored_is_not_stored_again(layer: Layer) -> None:
+    data = os.urandom(BIG)
+    inode = write_at(layer, b"a", data)
+    twin = write_at(layer, b"twin", data)
+    encode(layer, *layer.take_jobs(0.0, urgent=True, inodes=[twin]))
+    assert inode.content is not None
+    inode.content.freeze()
+    with layer.lock:
+        layer.files.jobs.encoded(inode, inode.content.newest, NO_ID, recipe(twin), BIG)
+    assert urgent(layer) == [] and inode.content is None and read_all(layer, inode) == data
+    layer.sync_all()
+    assert staging_names(layer) == []
