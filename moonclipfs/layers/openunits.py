@@ -14,7 +14,7 @@ from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.names import Area, join
 from moonclipfs.layers.siblings import sibling_files
 from moonclipfs.layers.units import units
-from moonclipfs.types import EntryType, Source, Version
+from moonclipfs.types import EntryType, Source, Version, natural_key
 
 if TYPE_CHECKING:
     from moonclipfs.layers.layer import Layer as WritableLayer
@@ -84,8 +84,9 @@ class LayerBranch:
 
 
 def open_units(layer: WritableLayer) -> list[LayerBranch]:
-    """The units with changes. Costs what has changed."""
-    return list(units(LayerBranch(layer, layer.root, b"")))
+    """The units with changes, in the natural order of their paths. Costs what has changed."""
+    found = units(LayerBranch(layer, layer.root, b""))
+    return sorted(found, key=lambda branch: natural_key(os.fsdecode(branch.path)))
 
 
 def has_new_contents(directory: Inode) -> bool:

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from moonclipfs.errors import UsageError
+from moonclipfs.errors import LimitError, UsageError
 from moonclipfs.layers.capture import Capture
 from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.records import PART_RECIPE, PART_STAGED
 from moonclipfs.layers.seal import Sealer
 from moonclipfs.store.store import Store
+from moonclipfs.types import EntryType
 from tests.layers import publish as plain
 from tests.layers.filekit import encode, overwrite, read_all
 from tests.layers.sealkit import LocalEncoder, directory, put, stored, tree
@@ -88,6 +89,15 @@ def test_a_directory_of_snapshots_alone_is_not_captured(store: Store, layer: Lay
     layer.refresh(1)
     with pytest.raises(UsageError, match="nothing but snapshots"):
         take(layer, b"run")
+
+
+def test_what_is_too_deep_for_a_snapshot_is_refused(layer: Layer) -> None:
+    inode = directory(layer, "run/a")
+    for _ in range(130):
+        inode = layer.make(inode, b"d", EntryType.DIRECTORY, 0o755, 0, 0, 1)
+    with pytest.raises(LimitError, match="128 directories deep"):
+        take(layer)
+    assert len(layer.captures) == 0
 
 
 def test_staged_bytes_of_captures_are_synced_before_they_count(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
