@@ -114,7 +114,8 @@ class Sealer:
         version = None
         for one, published in self._publish_pending(until=capture.number):
             version = published if one.number == capture.number else version
-        return version
+        # A tick may have been faster with the capture.
+        return version or _version(self._layer.store.names(), directory.sealed)
 
     def _store_many(self, directory: Inode) -> None:
         """Encode first where many files are staged, so that a capture does not have to hold all their bytes."""
