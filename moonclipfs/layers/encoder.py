@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,11 +90,14 @@ class Encoder:
         self._stopping = threading.Event()
         self._encoded_bytes = 0
         self._process: WorkerProcess | None = None
+        self._started = False
+        """Whether the process was started early: it takes a while, and something is staged that will need it."""
+        self._trouble = ""
         self._process_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="moonclipfs encoder", daemon=True)
 
     def start(self) -> None:
-        """Begin to encode. The process is started when there is something for it to do."""
+        """Begin to encode. The process is started once something is staged."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -241,16 +245,12 @@ class Encoder:
             with self._changed:
                 if self._stopping.is_set():
                     return
-                complete, chunk = self._next()
-                if not complete and not chunk:
+                step = self._next()
+                if step is None:
                     self._changed.wait(_TICK_SECONDS)
                     continue
-                self._working = chunk
             try:
-                if complete:
-                    self._complete()
-                else:
-                    self._encode(chunk)
+                step()
             except WorkerDiedError as error:
                 self._after_death(error)
             except Exception as error:
@@ -263,20 +263,31 @@ class Encoder:
                 self._working = []
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[bool, list[_Task]]:
-        """Whether the batch is to be made durable now, else the files to encode."""
+    def _next(self) -> Callable[[], object] | None:
+        """What to do next, without the lock: end the batch, encode a chunk, or start the process; None for nothing."""
         try:
             self._take(urgent=self._urgent > 0)
-        except MoonclipError as error:
-            log.warning("cannot tell what is to be encoded: %s", error)
+            self._trouble = ""
+        except Exception as error:
+            if str(error) != self._trouble:
+                log.warning(
+                    "cannot tell what is to be encoded: %s", error, exc_info=not isinstance(error, MoonclipError)
+                )
+            self._trouble = str(error)
         process, now = self._batch.process, time.monotonic()
         if process is not None and process.death is not None:
             self._begin_again(self._take_batch().tasks, process.death)
         self._failed = [one for one in self._failed if not self._is_gone(one)]
         self._retry([one for one in self._failed if one.due <= now])
         if self._batch_is_due():
-            return True, []
-        return False, [] if self._alone else self._chunk()
+            return self._complete
+        self._working = [] if self._alone else self._chunk()
+        if self._working:
+            return partial(self._encode, self._working)
+        if self._started or not self._layer.staging.used:
+            return None
+        self._started = True
+        return self._running
 
     def _encode(self, chunk: list[_Task]) -> None:
         messages = []

@@ -53,9 +53,14 @@ class StagedSource:
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes. Raises CorruptError where staged bytes are missing."""
-        out = bytearray(length)
         end = offset + length
-        for number in range(max(0, bisect_right(self._starts, offset) - 1), len(self._parts)):
+        first_part = max(0, bisect_right(self._starts, offset) - 1)
+        if length and first_part < len(self._parts):
+            start, count, kind, generation = self._parts[first_part]
+            if kind == PART_STAGED and start <= offset and end <= start + count:
+                return self._staged(generation, offset, length)  # most reads are of this kind: without a copy
+        out = bytearray(length)
+        for number in range(first_part, len(self._parts)):
             start, count, kind, generation = self._parts[number]
             if start >= end:
                 break

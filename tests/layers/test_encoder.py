@@ -52,8 +52,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def test_staged_files_of_all_kinds_are_stored_as_they_are(store: Store, layer: StubLayer, encoder: Encoder) -> None:
     contents = [b"", b"tiny", noise(1, 5000), noise(2, 200_000), bytes(300_000), safetensors({"w": ("F32", floats(1))})]
-    jobs = [layer.add(data) for data in contents]
     assert encoder.status()["pid"] is None, "no process before there is work"
+    jobs = [layer.add(data) for data in contents]
     encoder.drain()
     assert layer.commits >= 1
     assert layer.staging.used == 0
