@@ -25,10 +25,12 @@ from moonclipfs.errors import (
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.lookup import Status
-from moonclipfs.layers.wholes import whole_records
+from moonclipfs.layers.seal import Sealer
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType
+from tests.layers.filekit import encode, read_all
 from tests.layers.publish import Fifo, File, publish
+from tests.layers.sealkit import LocalEncoder
 
 
 @dataclass(eq=False)
@@ -42,13 +44,17 @@ class Node:
     atime_ns: int = 0
     mtime_ns: int = 0
     ctime_ns: int = 0
-    size: int = 0
+    data: bytes = b""
     links: int = 1
     target: bytes = b""
     bound: bool = False
     number: int = 0
     xattrs: dict[bytes, bytes] = field(default_factory=dict)
     entries: dict[bytes, Node] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.target or self.data)
 
     @property
     def is_directory(self) -> bool:
@@ -97,7 +103,7 @@ class Model:
         self._new(directory, name)
         if name in directory.entries:
             raise ExistsError
-        node = Node(type_, mode, uid, gid, now, now, now, target=target, size=len(target))
+        node = Node(type_, mode, uid, gid, now, now, now, target=target)
         if directory.mode & 0o2000:
             node.gid = directory.gid
             node.mode |= 0o2000 if node.is_directory else 0
@@ -203,6 +209,20 @@ class Model:
         node.mtime_ns = node.mtime_ns if mtime is None else mtime
         node.ctime_ns = now
 
+    def write(self, node: Node, offset: int, data: bytes, now: int) -> None:
+        node.data = node.data.ljust(offset, b"\0")
+        node.data = node.data[:offset] + data + node.data[offset + len(data) :]
+        self._wrote(node, now)
+
+    def truncate(self, node: Node, size: int, now: int) -> None:
+        node.data = node.data[:size].ljust(size, b"\0")
+        self._wrote(node, now)
+
+    def _wrote(self, node: Node, now: int) -> None:
+        node.mode &= ~0o4000
+        node.mode &= ~0o2000 if node.mode & 0o010 else ~0
+        node.touch(now)
+
     def set_xattr(self, node: Node, name: bytes, value: bytes | None, now: int) -> None:
         if name.startswith(b"user.moonclip."):
             raise NotPermittedError
@@ -270,7 +290,7 @@ class LayerMachine(RuleBasedStateMachine):
             return node
         node = known[inode.number] = Node(
             inode.type, status.mode & 0o7777, status.uid, status.gid, status.atime_ns, status.mtime_ns, status.ctime_ns,
-            status.size, target=inode.target, number=inode.number,
+            read_all(self.layer, inode) if inode.is_file else b"", target=inode.target, number=inode.number,
             xattrs={name: self.layer.xattr(inode, name) for name in self.layer.xattr_names(inode)},
         )  # fmt: skip
         if node.is_directory:
@@ -319,6 +339,8 @@ class LayerMachine(RuleBasedStateMachine):
         assert status.nlink == node.nlink(), path
         if not node.is_directory:
             assert status.size == node.size, path
+        if inode.is_file:
+            assert read_all(self.layer, inode) == node.data, path
         assert inode.target == node.target
         assert {name: self.layer.xattr(inode, name) for name in self.layer.xattr_names(inode)} == node.xattrs, path
         node.number = node.number or inode.number
@@ -432,7 +454,47 @@ class LayerMachine(RuleBasedStateMachine):
             ),
         )
 
+    # Contents
+
+    @rule(
+        pick=PICK,
+        offset=st.sampled_from([0, 1, 5, 4096, 70_000]),
+        data=st.binary(max_size=3),
+        times=st.sampled_from([1, 1, 30_000]),
+    )
+    def write(self, pick: int, offset: int, data: bytes, times: int) -> None:
+        (path, node), now = self._node(pick), self._time()
+        if node.type is not EntryType.FILE or not data:
+            return
+        file = self.layer.open_file(self.layer.resolve(path), write=True)
+        file.write(offset, data * times, now)
+        file.close()
+        self.model.write(node, offset, data * times, now)
+
+    @rule(pick=PICK, size=st.sampled_from([0, 1, 4, 4096, 100_000]))
+    def truncate(self, pick: int, size: int) -> None:
+        (path, node), now = self._node(pick), self._time()
+        if node.type is EntryType.FILE:
+            self.layer.truncate(self.layer.resolve(path), size, now)
+            self.model.truncate(node, size, now)
+
+    @rule()
+    def encode(self) -> None:
+        encode(self.layer, *self.layer.take_jobs(0.0, urgent=True))
+
     # The log
+
+    @rule(pick=PICK)
+    def seal(self, pick: int) -> None:
+        """Nothing that the layer shows changes by it."""
+        path, node = self._node(pick, directory=True)
+        if not node.is_directory or not path:
+            return
+        try:
+            Sealer(self.layer, LocalEncoder(self.layer), seal_after=None).seal(path)
+        except UsageError:
+            return  # there is nothing to seal in it
+        node.bound = True
 
     @rule()
     def push_names(self) -> None:
@@ -483,8 +545,7 @@ class LayerMachine(RuleBasedStateMachine):
 
     @rule()
     def rewrite(self) -> None:
-        with self.layer.lock:
-            self.layer.journal.rewrite(whole_records(self.layer.state))
+        self.layer.files.checkpoint()
 
     @invariant()
     def same(self) -> None:
