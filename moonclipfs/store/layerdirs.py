@@ -33,7 +33,8 @@ from moonclipfs.types import Kind, ObjectId
 DIRECTORY = "layers"
 ID_BYTES = 16
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
-_HOLDER_BYTES = 4096
+_HOLDER_BYTES = 32768
+"""Enough for the longest path of a mountpoint, six characters of JSON for each byte."""
 _ATTEMPTS = 5
 
 

@@ -229,6 +229,32 @@ def test_a_seal_and_a_new_journal_at_any_point_of_gc(
     assert verify(store).problems == []
 
 
+def test_what_moves_between_journal_and_names_while_they_are_read_is_needed(
+    store: Store, layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = layer.keep(noise(1))
+    version = publish(store, "adopted", {"m": noise(2)})
+    child = store.directory(version.root)[b"m"].child
+    layer.store.names()
+    names = Store.names
+
+    def while_read(one: Store) -> Names:
+        monkeypatch.setattr(Store, "names", names)
+        layer.name(Kind.RECIPE, child)
+        store.log.forget([("adopted", 1)])
+        found = one.names()
+        with layer.store.ingest() as ingest:
+            entry = Entry(b"m", EntryType.FILE, Attributes(0o644), len(noise(1)), recipe)
+            ingest.publish("sealed", ingest.put_directory([entry]), {})
+        layer.journal.rewrite([(Counters(1, 1, 1, 1), [(Kind.RECIPE, child)])])
+        return found
+
+    monkeypatch.setattr(Store, "names", while_read)
+    survey = Survey(store)
+    survey.mark()
+    assert {recipe, child} <= set(survey.ids())
+
+
 # What cannot be read
 
 
