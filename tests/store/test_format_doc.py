@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
 import numpy as np
 
 from moonclipfs import limits
-from moonclipfs.store import directories, packfile, recipes, records
+from moonclipfs.layers import records as layer_records
+from moonclipfs.layers.records import Make
+from moonclipfs.layers.records import decode_record as decode_layer_record
+from moonclipfs.layers.records import encode_record as encode_layer_record
+from moonclipfs.store import directories, packfile, recipes, records, segments
+from moonclipfs.store.frames import encode_frame
 from moonclipfs.store.objects import CONTEXTS, object_id
 from moonclipfs.store.replay import State
 from moonclipfs.types import EntryType, Extent, Kind
@@ -53,6 +59,27 @@ def test_pack_example() -> None:
     assert packfile.parse_record_header(header).tobytes() == entries[:1].tobytes()
     rebuilt = packfile.pack_header() + packfile.record_header(entries[0]) + b"hello"
     assert rebuilt + packfile.footer(entries, len(rebuilt)) == data
+
+
+def test_journal_example() -> None:
+    data = example("journal")
+    extent = segments.measure_segment(io.BytesIO(data + bytes(100)), Path("journal"))
+    assert extent.header == segments.Header(True, 0x2A2B2C2D, bytes(range(16)), bytes(range(16, 32)), 1)
+    assert (extent.end, extent.torn) == (len(data), False)
+    (frame,) = segments.record_payloads(io.BytesIO(data), extent)
+    refs = [(Kind.RECIPE, object_id(Kind.RECIPE, example("recipe")))]
+    assert segments.record_refs(frame.payload) == refs
+    record = decode_layer_record(frame.payload[1:])
+    assert isinstance(record, Make) and record.name == b"model.pt" and record.mode == 0o644
+    rebuilt = segments.encode_header(extent.header)
+    for payload in (segments.encode_mark(0), segments.RECORD + encode_layer_record(record, refs)):
+        rebuilt += encode_frame(payload, len(rebuilt), extent.header.salt)
+    assert rebuilt == data
+
+
+def test_every_type_of_a_journal_record_has_its_place() -> None:
+    types = ", ".join(f"`{type_.__name__}`" for type_ in layer_records._TYPES)
+    assert f"{types}." in DOCUMENT
 
 
 def test_log_example() -> None:
