@@ -189,6 +189,8 @@ class Captures:
         anchor, above = (top.lower.anchor, top.lower.path) if top.lower else (b"%d" % record.sequence, b"")
         directories = dict(record.directories)
         _Cleaner(capture, directories, record.root).clean(top, anchor, above)
+        for directory in _above(top):
+            _count_below(directory)
         top.sealed = record.sequence
         state.names_version += 1
 
@@ -280,16 +282,14 @@ class _Cleaner:
         object_id = self._directories.get(directory.number)
         if object_id is not None:
             self._relower(directory, object_id, anchor, path)
-        below = 0
         for name, child in directory.entries.items():
             if child.is_directory and (child.number in self._directories or not child.sealed):
                 self.clean(child, anchor, join(path, name))
             elif not child.is_directory and child.changed <= counter:
                 child.changed = child.below = 0
-            below = max(below, child.below)
         if directory.changed <= counter:
             directory.changed = 0
-        directory.below = max(below, directory.changed, *directory.names_changed.values(), 0)
+        _count_below(directory)
 
     def _relower(self, directory: Inode, object_id: ObjectId, anchor: bytes, path: bytes) -> None:
         lower = directory.lower or Lower(anchor, path, object_id, self._root)
@@ -298,6 +298,19 @@ class _Cleaner:
         directory.names_changed = later
         directory.removed = {name for name in later if name not in directory.entries}
         directory.counted = 0
+
+
+def _above(inode: Inode) -> Iterator[Inode]:
+    """The directories above one, nearest first."""
+    while inode.links:
+        inode = next(iter(inode.links))[0]
+        yield inode
+
+
+def _count_below(directory: Inode) -> None:
+    """Find the newest change of a directory's tree anew, after some were sealed."""
+    children = (child.below for child in directory.entries.values())
+    directory.below = max(directory.changed, max(children, default=0), max(directory.names_changed.values(), default=0))
 
 
 def own_files(directory: Inode) -> Iterator[Inode]:

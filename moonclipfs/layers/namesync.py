@@ -95,7 +95,7 @@ class NameSync(Lookup):
     def _drop_clean(self, changes: Iterable[tuple[bytes, bytes]]) -> None:
         """Let go of own subtrees without changes whose snapshot others published anew, moved or removed."""
         live = self.view.area(Area.LIVE).directories
-        for path, name in changes:
+        for path, name in sorted(changes, key=lambda change: -len(join(*change).split(b"/"))):
             directory = self._own_directory(path)
             inode = directory.entries.get(name) if directory is not None else None
             if directory is None or inode is None or not inode.is_directory or self._is_dirty(inode):
@@ -103,7 +103,8 @@ class NameSync(Lookup):
             leaf = live.get(path, {}).get(name)
             if isinstance(leaf, Version) and leaf.sequence == inode.sealed:
                 continue
-            if isinstance(leaf, Version) or inode.sealed:
+            empty = name not in live.get(path, {}) and _is_left_over(directory, name, inode)
+            if isinstance(leaf, Version) or inode.sealed or empty:
                 self.record(Dropped(directory.number, name))
 
     def _is_dirty(self, inode: Inode) -> bool:
@@ -316,6 +317,11 @@ class NameSync(Lookup):
         """Whether the log has moved the names."""
         moved = (version.path for version in names.all_versions() if version.sequence == moving.sequence)
         return any(is_at_or_below(path, _text(moving.new)) for path in moved)
+
+
+def _is_left_over(directory: Inode, name: bytes, inode: Inode) -> bool:
+    """Whether a clean own directory is one that names of the log had made, and nothing is in it any more."""
+    return not (inode.entries or inode.lower or inode.names_changed or name in directory.names_changed)
 
 
 def _text(path: bytes) -> str:

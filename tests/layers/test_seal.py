@@ -302,6 +302,26 @@ def test_two_layers_that_write_one_file(store: Store, layer: Layer, sealer: Seal
     other.close()
 
 
+def test_what_others_move_leaves_no_empty_directories(store: Store, layer: Layer, sealer: Sealer) -> None:
+    """Directories that names had made go with the last name below them, also where something was sealed in them."""
+    other = Layer.open(store, "other")
+    put(layer, "run/deep/a/x", b"0")
+    sealer.seal(b"run/deep/a")
+    other.refresh(1)
+    put(other, "run/deep/a/y", b"1")
+    Sealer(other, LocalEncoder(other)).seal(b"run/deep/a")
+    layer.refresh(2)
+    layer.rename(layer.root, b"run", layer.root, b"moved", 5)
+    other.refresh(3)
+    assert tree(other) == {"moved/deep/a/x": b"0", "moved/deep/a/y": b"1"}
+    assert other.names_in(other.root) == [b"moved"]
+    put(other, "moved/mine", b"2")
+    layer.rename(layer.root, b"moved", layer.root, b"again", 5)
+    other.refresh(4)
+    assert set(tree(other)) == {"again/deep/a/x", "again/deep/a/y", "moved/mine"}
+    other.close()
+
+
 def test_what_others_changed_shows_after_a_seal(store: Store, layer: Layer, sealer: Sealer) -> None:
     """What others published into a directory with unsealed changes shows there when these are sealed."""
     put(layer, "run/a/x", b"0")
