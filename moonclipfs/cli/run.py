@@ -99,9 +99,7 @@ def _run(mount: AttachedMount, words: list[str], mask: Collection[int]) -> int:
     if died_early:
         _say(f"the mount ended before the command did: {problem or 'it was unmounted'}")
     elif problem:
-        _say(
-            f"not everything is stored; what was written is kept, and stored by the next mount of the layer: {problem}"
-        )
+        _say(f"{problem}; the next mount of this layer goes on with it")
     return code or (MountError.exit_code if died_early or problem else 0)
 
 

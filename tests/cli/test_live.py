@@ -235,3 +235,52 @@ def test_run_is_told_to_end_while_the_command_saves(run: Run, filled: Path, tmp_
     assert process.communicate(timeout=60)[1] in ("", "Terminated\n")
     assert process.returncode == 0
     assert run("diff", f"{filled}:last", tmp_path / "src" / "step-2").code == 0
+
+
+def test_run_tells_what_could_not_be_stored(run: Run, tmp_path: Path) -> None:
+    """On a full disk the exit code is not 0, and what was written is stored once there is room."""
+    (tmp_path / "small").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "none", tmp_path / "small"], check=False).returncode:
+        pytest.skip("no small file system can be mounted here")
+    try:
+        assert run("init", tmp_path / "small" / "store").code == 0
+        (tmp_path / "staging").mkdir()
+        (tmp_path / "data").write_bytes(os.urandom(60 << 20))
+
+        def attempt(script: str) -> subprocess.CompletedProcess[str]:
+            store, staging = tmp_path / "small" / "store", tmp_path / "staging"
+            command = [
+                *PROGRAM,
+                "run",
+                str(store),
+                "--staging",
+                str(staging),
+                "--layer",
+                "job",
+                "--",
+                "sh",
+                "-c",
+                script,
+            ]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+            return subprocess.run(
+                [*command, str(tmp_path / "data")],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
+            )
+
+        done = attempt('cp "$0" "$MOONCLIPFS_MOUNT/data"')
+        assert done.returncode == 14
+        assert done.stderr.count("\n") == 1
+        assert re.match(r"moonclipfs: not everything is stored.*No space left on device", done.stderr)
+        done = attempt('cmp "$0" "$MOONCLIPFS_MOUNT/data" && exit 5')
+        assert done.returncode == 5
+        subprocess.run(["mount", "-o", "remount,size=200m", tmp_path / "small"], check=True)
+        done = attempt('cmp "$0" "$MOONCLIPFS_MOUNT/data"')
+        assert (done.returncode, done.stderr) == (0, "")
+        assert not list((tmp_path / "staging").rglob("0*"))
+    finally:
+        subprocess.run(["umount", tmp_path / "small"], check=True)
