@@ -6,6 +6,7 @@ one directory end in one snapshot. A lost race is merged anew.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -32,11 +33,10 @@ def publish(store: Store, request: Mapping[str, Any]) -> dict[str, Any]:
     """Bind what a request of `seal.py` captured, unless the newest version is the same; runs in the worker process.
 
     `path` is the name, as bytes; `tree` the captured directory; `base` what it was changed from, unless that is what
-    showed through it; `staged` the path of the staging file of each
-    generation that is in one; `metadata` goes into the log; with `gone`, the directory was removed since, so that the
-    version is removed at once, and kept.
+    showed through it; `staged` the path of the staging file of each generation that is in one; `metadata`, JSON, goes
+    into the log; with `gone`, the directory was removed since, so that the version is removed at once, and kept.
 
-    Answers with the version (`path`, `number`, `sequence`, `root`, `metadata`, `time_ns`), whether it is `new`,
+    Answers with the version (`path`, `number`, `sequence`, `root`), whether it is `new`,
     `files` (inode, freeze, recipe, size) that were encoded here, `directories` (inode, object) as they are in the
     version, the paths of what others changed, `foreign`, and the directory without these,
     `ours`. Raises what `Ingest.publish` raises.
@@ -54,6 +54,7 @@ class _Publish:
         self._request = request
         self._path = os.fsdecode(request["path"])
         self._tree = decode_tree(request["tree"])
+        self._wanted: dict[str, object] = json.loads(request["metadata"])
         self._directories = Directories(store, ingest)
         self._files: dict[int, tuple[ObjectId, int, int]] = {}
         """Recipe, size and number of the freeze of each file that is encoded here, by inode."""
@@ -94,7 +95,7 @@ class _Publish:
         """Whether the newest version is what is to be sealed; an explicit seal of it counts more than another."""
         if newest.root != root or self._request.get("gone"):
             return False
-        wanted, there = self._request["metadata"], newest.metadata
+        wanted, there = self._wanted, newest.metadata
         better = [mark for mark in ("automatic", "incomplete") if there.get(mark) and not wanted.get(mark)]
         return not better
 
@@ -117,7 +118,7 @@ class _Publish:
                 elif entry.type is EntryType.FILE:
                     files, size = files + 1, size + entry.size
         attributes = root_metadata(self._tree.attributes)
-        return {**self._request["metadata"], "attributes": attributes, "files": files, "bytes": size}
+        return {**self._wanted, "attributes": attributes, "files": files, "bytes": size}
 
     def _answer(self, version: Version, ours: ObjectId, merge: Merge, *, new: bool) -> dict[str, Any]:
         return {
@@ -125,8 +126,6 @@ class _Publish:
             "number": version.number,
             "sequence": version.sequence,
             "root": version.root,
-            "time_ns": version.time_ns,
-            "metadata": dict(version.metadata),
             "new": new,
             "files": [(inode, freeze, recipe, size) for inode, (recipe, size, freeze) in self._files.items()],
             "directories": list(self._places(self._tree, version.root).items()),

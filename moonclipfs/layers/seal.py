@@ -6,6 +6,7 @@ capture that could not be published stays, over restarts too, and is tried again
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -167,6 +168,7 @@ class Sealer:
         Called about once a second; cheap when nothing changed. Raises what keeps a capture from being published: it
         is tried again after `limits.RETRY_SECONDS`.
         """
+        self._layer.captures.writers.look()
         failures: list[MoonclipError] = []
         if len(self._layer.captures) and now >= self._next_publish:
             self._next_publish = now + limits.RETRY_SECONDS
@@ -339,7 +341,7 @@ class Sealer:
             "path": place,
             "tree": encode_tree(self._resolved(capture.tree, capture.counter)),
             "staged": staged,
-            "metadata": capture.metadata,
+            "metadata": json.dumps(capture.metadata),
             "base": capture.base if capture.base != NO_ID else capture.tree.child,
             "gone": path is None,
         }

@@ -12,27 +12,39 @@ from moonclipfs.store.provenance import of_process, with_surroundings
 
 
 class Writers:
-    """Which process wrote to which directory first since its last seal. Thread-safe, and bounded."""
+    """Which process wrote to which directory last. Thread-safe, and bounded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[int, tuple[int, dict[str, object]]] = OrderedDict()
+        self._pids: OrderedDict[int, int] = OrderedDict()
+        """By the inode number of the directory."""
+        self._told: dict[int, dict[str, object]] = {}
+        """What is known of the process of each directory; not there before `look`."""
 
     def note(self, directory: Inode, pid: int) -> None:
-        """Process `pid` writes to a file in a directory; cheap when that is known."""
-        known = self._known.get(directory.number)
-        if known is not None and known[0] == pid:
+        """Process `pid` writes to a file in a directory. Waits for nothing: the process may be waiting for us."""
+        if self._pids.get(directory.number) == pid:
             return
-        told = of_process(pid)
         with self._lock:
-            self._known[directory.number] = pid, told
-            self._known.move_to_end(directory.number)
-            while len(self._known) > limits.WRITERS:
-                self._known.popitem(last=False)
+            self._pids[directory.number] = pid
+            self._pids.move_to_end(directory.number)
+            self._told.pop(directory.number, None)
+            while len(self._pids) > limits.WRITERS:
+                self._told.pop(self._pids.popitem(last=False)[0], None)
+
+    def look(self) -> None:
+        """Ask the system about processes that are new, while they are there."""
+        with self._lock:
+            new = {number: pid for number, pid in self._pids.items() if number not in self._told}
+        for number, pid in new.items():
+            told = of_process(pid)
+            with self._lock:
+                if self._pids.get(number) == pid:
+                    self._told[number] = told
 
     def provenance(self, directories: Iterable[int]) -> dict[str, object]:
-        """Where the contents of directories (inode numbers) come from: the process that wrote to the first known."""
+        """Where the contents of directories (inode numbers) come from, by the first that is known. Asks git."""
+        self.look()
         with self._lock:
-            found = [self._known[number][1] for number in directories if number in self._known]
-        told = [one for one in found if one]
-        return with_surroundings(told[0]) if told else {}
+            found = [told for number in directories if (told := self._told.get(number))]
+        return with_surroundings(found[0]) if found else {}

@@ -11,6 +11,7 @@ import getpass
 import importlib.metadata
 import os
 import platform
+import pwd
 import re
 import shlex
 import socket
@@ -52,7 +53,7 @@ def collect(argv: Sequence[str], cwd: Path) -> dict[str, object]:
 
 
 def of_process(pid: int) -> dict[str, object]:
-    """What can be told at once of another process: `command`, `cwd` and `job`; empty when it is gone, or not ours.
+    """What can be told at once of another process: `command`, `cwd`, `user` and `job`; empty when it is gone.
 
     `with_surroundings` completes it.
     """
@@ -60,6 +61,7 @@ def of_process(pid: int) -> dict[str, object]:
     try:
         words = (place / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         cwd = os.readlink(place / "cwd")
+        uid = os.stat(place).st_uid
         pairs = [pair.partition(b"=") for pair in (place / "environ").read_bytes().split(b"\0")]
     except OSError:
         return {}
@@ -67,6 +69,7 @@ def of_process(pid: int) -> dict[str, object]:
     found: dict[str, object] = {
         "command": shlex.join(_without_secrets(list(map(os.fsdecode, words))))[: limits.PROVENANCE_COMMAND_CHARACTERS],
         "cwd": cwd,
+        "user": _name_of(uid),
     }
     if job := {name: environment[name] for name in _JOB_VARIABLES if name in environment}:
         found["job"] = job
@@ -74,8 +77,8 @@ def of_process(pid: int) -> dict[str, object]:
 
 
 def with_surroundings(found: Mapping[str, object]) -> dict[str, object]:
-    """Add what `collect` tells beside the command: `host`, `user`, `version` and `git` of its directory."""
-    told = {**found, "host": socket.gethostname(), "user": _user(), "version": _version()}
+    """Add what `collect` tells beside that: `host`, `version` and `git` of its directory."""
+    told = {**found, "host": socket.gethostname(), "version": _version()}
     if git := _git(Path(str(found.get("cwd", "/")))):
         told["git"] = git
     return told
@@ -107,6 +110,13 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # no such user in this container
         return str(os.getuid())
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:  # no such user in this container
+        return str(uid)
 
 
 def _version() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def directory(
 def seal(store: Store, tree: CapturedEntry, path: str = "run/a", **fields: Any) -> dict[str, Any]:
     metadata = fields.pop("metadata", {"automatic": True})
     return publish(
-        store, {"path": path.encode(), "tree": encode_tree(tree), "staged": {}, "metadata": metadata, **fields}
+        store,
+        {"path": path.encode(), "tree": encode_tree(tree), "staged": {}, "metadata": json.dumps(metadata), **fields},
     )
 
 

@@ -479,6 +479,14 @@ def test_a_tick_without_changes_looks_at_nothing(layer: Layer, sealer: Sealer, m
         sealer.tick(NOW + 1000 + step)
 
 
+def test_metadata_may_hold_any_bytes(store: Store, layer: Layer, sealer: Sealer) -> None:
+    put(layer, "run/a/x", b"1")
+    odd = os.fsdecode(b"caf\xe9")
+    version = sealer.seal(b"run/a", metadata={"note": odd, "deep": {"list": [1, None, odd]}})
+    assert version is not None and version.metadata["note"] == odd
+    assert version.metadata["deep"] == {"list": [1, None, odd]}
+
+
 def test_the_writing_process_is_told_in_the_log(store: Store, layer: Layer, sealer: Sealer) -> None:
     """A version says which command wrote it, and from where."""
     inode = put(layer, "run/a/model.safetensors", model())

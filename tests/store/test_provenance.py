@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -102,3 +103,28 @@ def test_git_absent_or_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     begun = time.monotonic()
     assert "git" not in provenance.collect(["x"], tmp_path)
     assert time.monotonic() - begun < 10
+
+
+def test_another_process_is_told_as_far_as_it_can_be() -> None:
+    found = provenance.of_process(os.getpid())
+    assert found["cwd"] == os.getcwd() and "pytest" in str(found["command"])
+    assert {"command", "cwd", "user", "host", "version"} <= provenance.with_surroundings(found).keys()
+    with subprocess.Popen(["true"]) as process:
+        pass
+    assert provenance.of_process(process.pid) == {}
+
+
+def test_secrets_of_another_process_are_not_told(tmp_path: Path) -> None:
+    environment = {**os.environ, "SLURM_JOB_ID": "12", "HF_TOKEN": "hf_verysecret"}
+    program = "import sys; print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, "--token", "hf_other"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        found = provenance.of_process(process.pid)
+        process.stdin.close()
+    assert found["job"] == {"SLURM_JOB_ID": "12"} and found["cwd"] == str(tmp_path)
+    text = json.dumps(found)
+    assert "--token '***'" in text and "verysecret" not in text and "hf_other" not in text
