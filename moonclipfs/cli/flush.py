@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from moonclipfs.cli.progress import byte_bar
+from moonclipfs.cli.progress import left_bar
 from moonclipfs.errors import MoonclipError
 from moonclipfs.fuse.control import ask
 from moonclipfs.fuse.inside import Inside, need_mount
@@ -50,12 +50,9 @@ def ask_long(inside: Inside, operation: str, title: str, **arguments: Any) -> di
 
     thread = threading.Thread(target=question, daemon=True)
     thread.start()
-    with byte_bar(title) as tell:
-        total = 0
+    with left_bar(title) as tell:
         while thread.is_alive():
-            left = _staged(place)
-            total = max(total, left)
-            tell(total - left, total)
+            tell(_staged(place))
             thread.join(_STEP_SECONDS)
     if isinstance(answers[0], BaseException):
         raise answers[0]

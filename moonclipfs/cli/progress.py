@@ -41,6 +41,20 @@ def byte_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
+def left_bar(title: str) -> Iterator[Callable[[int], None]]:
+    """A bar over bytes that are still to be done; yields what is to be told how many these are."""
+    with byte_bar(title) as tell:
+        total = 0
+
+        def tell_left(left: int) -> None:
+            nonlocal total
+            total = max(total, left)
+            tell(total - left, total)
+
+        yield tell_left
+
+
+@contextmanager
 def file_bar(title: str, *, show_ratio: bool = False) -> Iterator[Callable[[Progress], None]]:
     """A bar over the bytes of files, with the ratio so far; yields what is to be told each `Progress`."""
     with _bar(title, **_BYTES) as bar:

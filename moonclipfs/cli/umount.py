@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from moonclipfs.cli.output import human
+from moonclipfs.cli.progress import left_bar
 from moonclipfs.fuse.mount import unmount
 
 
@@ -14,15 +14,14 @@ from moonclipfs.fuse.mount import unmount
     "-l", "--lazy", is_flag=True, help="Also while it is used: it vanishes now, and ends when nobody uses it."
 )
 def command(directory: str, lazy: bool) -> None:
-    """Unmount the store at DIRECTORY; when it is in use, say by whom. What was written to it is stored first.
+    """Unmount the store at DIRECTORY, and wait until what was written to it is stored; when it is in use, say by whom.
+
+    What cannot be stored is told, and is stored by the next mount of the same layer.
 
     \b
     Examples:
-      moonclipfs umount /mnt/checkpoints
-      moonclipfs umount --lazy /mnt/checkpoints
+      moonclipfs umount /mnt/ckpt
+      moonclipfs umount --lazy /mnt/ckpt
     """
-    unmount(directory, lazy=lazy, waiting=_tell)
-
-
-def _tell(left: int) -> None:
-    click.echo(f"waiting until {human(left)} are stored", err=True)
+    with left_bar("storing") as tell:
+        unmount(directory, lazy=lazy, waiting=tell)
