@@ -20,7 +20,7 @@ from moonclipfs.layers.content import Content, Part
 from moonclipfs.layers.records import PART_HOLE, PART_RECIPE, PART_STAGED
 from moonclipfs.layers.staging import Generation, Staging
 from moonclipfs.store.backend import FileOps
-from moonclipfs.types import ObjectId
+from moonclipfs.types import NO_ID, ObjectId
 
 SIZE = 80
 TB = 1 << 40
@@ -302,6 +302,43 @@ def test_a_generation_that_is_not_needed_any_more_takes_no_writes() -> None:
     assert content.unused() == [cut] and content.unused() == []
     with pytest.raises(AssertionError, match="frozen"):
         content.wrote(cut, 10, 10)
+
+
+def test_what_is_stored_is_told_whole_until_that_is_synced() -> None:
+    """Else a power failure would bring records back that name generations which were deleted since."""
+    content, generation = Content(), cast("Generation", Named(1))
+    content.wrote(generation, 0, 100)
+    content.changes(synced=True)
+    content.freeze(2)
+    assert content.changes(synced=True) == (False, [])
+    assert content.stored(2, b"2" * 32, 100) == [generation]
+    told = True, [Part(0, 100, PART_RECIPE)]
+    assert content.changes() == told
+    assert content.changes() == (False, [])
+    assert content.changes(synced=True) == told
+    assert content.changes(synced=True) == (False, [])
+
+
+def test_what_was_overwritten_before_a_freeze_goes_with_what_it_froze() -> None:
+    content, first, second = Content(), cast("Generation", Named(1)), cast("Generation", Named(4))
+    content.wrote(first, 0, 100)
+    content.freeze(2)
+    content.clear()
+    content.freeze(3)
+    content.wrote(second, 0, 50)
+    content.clear()
+    assert content.generations() == []
+    assert content.stored(3, b"3" * 32, 0) == [first]
+    assert content.unused() == [second]
+    assert content.recipe == NO_ID and content.exact
+
+
+def test_a_cut_that_was_replayed_unsynced_is_told_again() -> None:
+    """The synced state has bytes of the recipe where the file was cut off and grew again, by a write past a gap."""
+    content, generation = Content(40, b"r" * 32), cast("Generation", Named(1))
+    content.apply(False, b"r" * 32, 20, [])
+    content.wrote(generation, 39, 1)
+    assert content.changes(synced=True) == (False, [Part(20, 19, PART_HOLE), Part(39, 1, PART_STAGED, generation)])
 
 
 def test_a_frozen_generation_takes_no_writes() -> None:
