@@ -16,30 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from moonclipfs import limits
-from moonclipfs.errors import BackendError, CorruptError, LimitError, MoonclipError, NoSpaceError
-from moonclipfs.layers.records import Contents, Link, Make, Record, SetXattr, decode_record, encode_record
-from moonclipfs.store import hostfs
+from moonclipfs.errors import BackendError, LimitError, MoonclipError, NoSpaceError
+from moonclipfs.layers.journalreading import Recovered, Segment, read_journal, this_boot
+from moonclipfs.layers.records import Contents, Link, Make, Record, SetXattr, encode_record
 from moonclipfs.store.backend import FileOps, from_os_error, mode_of_files, os_errors, read_range
 from moonclipfs.store.frames import encode_frame
-from moonclipfs.store.segments import (
-    NO_BOOT,
-    RECORD,
-    Extent,
-    Header,
-    encode_header,
-    encode_mark,
-    measure_segment,
-    record_payloads,
-    segment_name,
-    segment_numbers,
-)
+from moonclipfs.store.segments import RECORD, Header, encode_header, encode_mark, segment_name, segment_numbers
 from moonclipfs.types import Buffer, Kind, ObjectId
 
 Refs = Iterable[tuple[Kind, ObjectId]]
@@ -50,32 +37,9 @@ _BUFFER_BYTES = limits.MIB
 _UNNAMED = ".new"
 
 
-@dataclass(slots=True)
-class Recovered:
-    """What a replay left out: records that were never made durable, contents whose bytes were not, and bytes of a
-    tail that was cut off. All zero after a clean end, or after a process that was killed.
-    """
-
-    power_failure: bool = False
-    records: int = 0
-    contents: int = 0
-    torn_bytes: int = 0
-
-
 class _Position(NamedTuple):
     segment: int
     offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A segment as it was found, with how far its records count."""
-
-    path: Path
-    extent: Extent
-    end: int
-    whole_boot: bool
-    """Whether it was written under this start of the kernel: then contents count that nobody synced."""
 
 
 class Journal:
@@ -102,7 +66,7 @@ class Journal:
         self._before_commit = before_commit
         self._layer_lock = lock or threading.RLock()
         self._layer_id = layer_id
-        self._boot = _boot() if boot is None else boot
+        self._boot = this_boot() if boot is None else boot
         self._lock = threading.Lock()
         """Of all below; taken after the layer's lock."""
         self._fd = -1
@@ -131,59 +95,20 @@ class Journal:
         What does not count is cut off, so that it never will. Raises CorruptError for damage in front of the tail,
         naming file and offset, FormatVersionError, NoSpaceError, BackendError; then nothing was changed.
         """
-        segments = self._measure()
-        for segment in segments:
-            yield from self._records(segment)
+        found = read_journal(self.directory, self._layer_id, self._boot)
+        yield from found.records()
+        self.recovered = found.recovered
         with self._lock, os_errors(f"write the journal {self.directory}"):
-            self._begin_writing(segments)
+            self._begin_writing(found.segments)
 
-    def _measure(self) -> list[_Segment]:
-        """The live segments: the newest whole one and all behind it."""
-        found: list[_Segment] = []
-        numbers = segment_numbers(self.directory)
-        for number in reversed(numbers):
-            path = self.directory / segment_name(number)
-            with os_errors(f"read {path}"), open(path, "rb") as file:
-                extent = measure_segment(file, path)
-            if extent.header.layer != self._layer_id or extent.header.number != number:
-                raise CorruptError(f"{path}: it belongs to another layer, or to another place: restore the right file")
-            # In front of a segment of another start of the kernel, what was not durable has been left out already.
-            # Whole frames behind a gap: the file system itself was lost, and pages with it.
-            known = self._boot != NO_BOOT and extent.header.boot == self._boot
-            ours = number == numbers[-1] and known and not extent.broken
-            found.insert(0, _Segment(path, extent, extent.end if ours else extent.committed, ours))
-            if extent.header.whole:
-                return found
-            if number - 1 not in numbers:
-                raise CorruptError(f"{path}: the segment before it is missing: restore it")
-        return found
-
-    def _records(self, segment: _Segment) -> Iterator[Record]:
-        with os_errors(f"read {segment.path}"), open(segment.path, "rb") as file:
-            for frame in record_payloads(file, segment.extent):
-                if frame.end > segment.end:
-                    self.recovered.records += 1
-                    continue
-                try:
-                    record = decode_record(memoryview(frame.payload)[1:])
-                except CorruptError as error:
-                    raise CorruptError(f"{segment.path}: {error}, at offset {frame.offset}") from error
-                if isinstance(record, Contents) and not record.synced and not segment.whole_boot:
-                    self.recovered.contents += 1
-                else:
-                    yield record
-        if segment.extent.torn:
-            self.recovered.torn_bytes += os.path.getsize(segment.path) - segment.extent.end
-        self.recovered.power_failure |= segment.end < segment.extent.end
-
-    def _begin_writing(self, segments: list[_Segment]) -> None:
+    def _begin_writing(self, segments: list[Segment]) -> None:
         live = {segment.path.name for segment in segments}
         for name in os.listdir(self.directory):
             if name.endswith(_UNNAMED) or (name.endswith(".log") and name not in live):
                 self._ops.unlink(str(self.directory / name))
         self._older_bytes = sum(segment.end for segment in segments[:-1])
         self._fresh_bytes = segments[0].extent.first if segments else 0
-        if segments and segments[-1].whole_boot:
+        if segments and segments[-1].same_boot:
             self._go_on(segments[-1])
             return
         if segments:
@@ -194,7 +119,7 @@ class Journal:
         if not segments:
             self._fresh_bytes = self._end
 
-    def _cut(self, segment: _Segment) -> None:
+    def _cut(self, segment: Segment) -> None:
         """Cut off what does not count; that gives its reserve back too, which the next segment needs."""
         fd = self._ops.open(str(segment.path), os.O_RDWR)
         try:
@@ -203,7 +128,7 @@ class Journal:
         finally:
             self._ops.close(fd)
 
-    def _go_on(self, segment: _Segment) -> None:
+    def _go_on(self, segment: Segment) -> None:
         """Append to a segment that was written under this start of the kernel."""
         extent = segment.extent
         fd = self._ops.open(str(segment.path), os.O_RDWR)
@@ -439,11 +364,6 @@ class Journal:
                 fd, self._fd = self._fd, -1
                 if fd != self._syncing:
                     self._ops.close(fd)
-
-
-def _boot() -> bytes:
-    text = hostfs.boot_id()
-    return blake2b(text.encode(), digest_size=len(NO_BOOT)).digest() if text else NO_BOOT
 
 
 def _spared(record: Record) -> int:
