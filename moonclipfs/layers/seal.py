@@ -86,6 +86,8 @@ class Sealer:
         """The layer's change counter at the last look."""
         self._next_look = 0.0
         self._next_publish = 0.0
+        self._wanted: dict[int, Version | None] = {}
+        """What became of the captures that somebody waits for."""
         self._publishing = threading.Lock()
         """One capture at a time, in order."""
         self.before_publish: Callable[[Capture], None] = lambda capture: None
@@ -112,11 +114,7 @@ class Sealer:
             self._next_publish = 0.0
             return None
         self._drain(capture)
-        version = None
-        for one, published in self._publish_pending(until=capture.number):
-            version = published if one.number == capture.number else version
-        # A tick may have been faster with the capture.
-        return version or _version(self._layer.store.names(), directory.sealed)
+        return self._publish_one(capture)
 
     def _store_many(self, directory: Inode) -> None:
         """Encode first where many files are staged, so that a capture does not have to hold all their bytes."""
@@ -262,9 +260,9 @@ class Sealer:
         self._store_many(branch.inode)
         metadata = self._metadata(branch.inode, {}, automatic=True, incomplete=incomplete)
         capture = self._layer.captures.take(branch.inode, metadata)
-        for one, version in self._publish_pending(until=capture.number):
-            if one.number == capture.number and version is not None:
-                self._forget_old(version)
+        version = self._publish_one(capture)
+        if version is not None:
+            self._forget_old(version)
 
     def _forget_old(self, version: Version) -> None:
         """Of the automatic versions of a name, keep the last ones only."""
@@ -286,12 +284,20 @@ class Sealer:
         if inodes:
             self._encoder.drain(inodes)
 
-    def _publish_pending(self, until: int | None = None) -> list[tuple[Capture, Version | None]]:
+    def _publish_one(self, capture: Capture) -> Version | None:
+        """Publish a capture, unless another thread did; returns its version."""
+        self._wanted[capture.number] = None
+        try:
+            self._publish_pending(until=capture.number)
+            return self._wanted[capture.number]
+        finally:
+            del self._wanted[capture.number]
+
+    def _publish_pending(self, until: int | None = None) -> None:
         """Publish captures, all or one and those of the same directory before it, in their order.
 
         One that fails keeps back the later ones of its directory only. Raises the first error in the end.
         """
-        done: list[tuple[Capture, Version | None]] = []
         failed: dict[int, MoonclipError] = {}
         with self._publishing:
             pending = self._layer.captures.pending()
@@ -304,12 +310,13 @@ class Sealer:
                     continue
                 try:
                     self.before_publish(capture)
-                    done.append((capture, self._publish(capture)))
+                    version = self._publish(capture)
+                    if capture.number in self._wanted:
+                        self._wanted[capture.number] = version
                 except MoonclipError as error:
                     failed[capture.directory] = error
         if failed:
             raise next(iter(failed.values()))
-        return done
 
     def _publish(self, capture: Capture) -> Version | None:
         layer = self._layer

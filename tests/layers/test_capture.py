@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,13 @@ from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.records import PART_RECIPE, PART_STAGED
 from moonclipfs.layers.seal import Sealer
+from moonclipfs.store.check import verify
+from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType
 from tests.layers import publish as plain
 from tests.layers.filekit import encode, overwrite, read_all
-from tests.layers.sealkit import LocalEncoder, directory, put, stored, tree
+from tests.layers.sealkit import LocalEncoder, directory, identities, put, stored, tree
 
 
 @pytest.fixture
@@ -186,6 +189,84 @@ def test_seals_while_files_are_written_hold_one_moment_each(store: Store, layer:
     assert layer.resolve(b"run/a") is place
     last = sealer.seal(b"run/a")
     assert last is not None and stored(store, last) == tree(layer, "run/a")
+
+
+def test_seals_of_several_threads_each_return_their_version(store: Store, layer: Layer) -> None:
+    """However many threads seal a directory at once, each gets the version that holds what it had written."""
+    sealer = Sealer(layer, LocalEncoder(layer), seal_after=None)
+    put(layer, "run/a/x", b"1")
+    found: dict[int, dict[str, bytes]] = {}
+
+    def work(number: int) -> None:
+        put(layer, f"run/a/{number}", b"mine")
+        version = sealer.seal(b"run/a")
+        assert version is not None
+        found[number] = stored(store, version)
+
+    def publish() -> None:
+        for _ in range(50):
+            sealer.tick(float("inf"))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    threads.append(threading.Thread(target=publish))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(6))
+    assert all(files[str(number)] == b"mine" for number, files in found.items())
+
+
+def test_a_kill_between_publishing_and_its_record(store: Store, layer: Layer) -> None:
+    """A process that is killed after a version was bound, and before it journalled that, binds it no second time."""
+
+    class Killed(Exception):
+        pass
+
+    class Dying(LocalEncoder):
+        def call(self, op: str, **arguments: Any) -> Any:
+            super().call(op, **arguments)
+            raise Killed
+
+    put(layer, "run/a/x", os.urandom(100_000))
+    put(layer, "run/a/d/y", b"2")
+    before, showed = tree(layer), identities(layer, "run/a")
+    with pytest.raises(Killed):
+        Sealer(layer, Dying(layer)).seal(b"run/a")
+    assert store.names().bound()["run/a"].number == 1
+    layer.close()
+    layer = Layer.open(store, "host")
+    layer.refresh(9)
+    assert tree(layer) == before and len(layer.captures) == 1
+    Sealer(layer, LocalEncoder(layer)).tick(0.0)
+    assert store.names().bound()["run/a"].number == 1 and len(layer.captures) == 0
+    assert identities(layer, "run/a") == showed
+    layer.close()
+
+
+def test_gc_keeps_what_a_capture_needs(store: Store, layer: Layer) -> None:
+    """What a capture needs is not reclaimed, though nothing else refers to it any more."""
+    plain.publish(store, "run/a", {"base": os.urandom(50_000), "d": {"deep": os.urandom(50_000)}})
+    layer.refresh(1)
+    put(layer, "run/a/x", os.urandom(100_000))
+    encode(layer, *layer.take_jobs(time.monotonic(), urgent=True))
+    before = tree(layer, "run/a")
+    take(layer)
+    for path in ("run/a/x", "run/a/base", "run/a/d/deep"):
+        above, _, name = path.encode().rpartition(b"/")
+        layer.unlink(layer.resolve(above), name, 5)
+    layer.rmdir(layer.resolve(b"run/a"), b"d", 6)
+    layer.rmdir(layer.resolve(b"run"), b"a", 6)
+    layer.push_names()
+    layer.files.checkpoint()
+    store.log.forget([("run/a", 1)])
+    for _ in range(3):
+        store.names()
+        collect(store)
+    Sealer(layer, LocalEncoder(layer)).tick(0.0)
+    (version,) = store.names().versions("run/a")
+    assert version.removed and stored(store, version) == before
+    assert verify(store).problems == []
 
 
 def test_seals_through_the_encoder_process(store: Store, layer: Layer) -> None:
