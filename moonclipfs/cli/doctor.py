@@ -9,6 +9,7 @@ from moonclipfs.cli.output import emit_json, printable
 from moonclipfs.cli.target import complete_target, default_store, whole_store
 from moonclipfs.codec.checks import kernel
 from moonclipfs.fuse.machine import check_machine
+from moonclipfs.layers.unfinished import check_layers
 from moonclipfs.store.health import Finding, State, check_store
 
 _MARKS = {State.OK: "ok", State.NOTE: "note", State.PROBLEM: "PROBLEM"}
@@ -30,7 +31,8 @@ def command(store: str | None, as_json: bool) -> int:
     """
     found = [("machine", finding) for finding in [_version(), *check_machine()]]
     if store or default_store():
-        found += [("store", finding) for finding in check_store(whole_store(store))]
+        root = whole_store(store)
+        found += [("store", finding) for finding in (*check_store(root), *check_layers(root))]
     if as_json:
         emit_json([{"where": where, **_json(finding)} for where, finding in found])
     else:
