@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonclipfs import limits
-from moonclipfs.errors import BackendError, BusyError, LeaseLostError, MoonclipError, NoSpaceError, UsageError
+from moonclipfs.errors import BackendError, BusyError, LeaseLostError, MoonclipError, UsageError
 from moonclipfs.layers.inodes import Inode
-from moonclipfs.layers.records import PART_STAGED
+from moonclipfs.layers.tasks import Batch, Task
 from moonclipfs.layers.wire import error_of
 from moonclipfs.layers.workerprocess import WorkerDiedError, WorkerProcess
 from moonclipfs.store.leases import Hold
-from moonclipfs.types import ObjectId
 
 if TYPE_CHECKING:
-    from moonclipfs.layers.jobs import Job
     from moonclipfs.layers.layer import Layer
 
 log = logging.getLogger(__name__)
@@ -40,37 +38,6 @@ _CRASHES = 2
 """A file at which the process died so often, the last time alone, is not tried again before somebody waits for it."""
 
 
-class _Task:
-    """A job on its way. Changed under the encoder's lock."""
-
-    __slots__ = ("attempts", "crashes", "done", "due", "error", "job", "recipe", "size")
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.crashes = 0
-        self.attempts = 0
-        self.due = 0.0
-        """When it is tried again, by the monotonic clock."""
-        self.error: MoonclipError | None = None
-        """Why it failed last; None again once it is on its way."""
-        self.done = False
-        self.recipe: ObjectId = b""
-        self.size = 0
-
-
-class _Batch:
-    """Encoded files that are not durable yet."""
-
-    def __init__(self) -> None:
-        self.tasks: list[_Task] = []
-        self.bytes = 0
-        self.process: WorkerProcess | None = None
-        """That has them."""
-        self.began = self.grew = 0.0
-        self.failing = False
-        """It met a full disk: to go on is useless."""
-
-
 class Encoder:
     """Encodes what is staged in a layer. Thread-safe."""
 
@@ -79,10 +46,12 @@ class Encoder:
         self._layer = layer
         self._store_path = store_path
         self._changed = threading.Condition()
-        self._waiting: deque[_Task] = deque()
-        self._failed: list[_Task] = []
-        self._working: list[_Task] = []
-        self._batch = _Batch()
+        self._waiting: deque[Task] = deque()
+        self._failed: list[Task] = []
+        self._working: list[Task] = []
+        self._stepping = False
+        """Whether the thread is at work, without the lock."""
+        self._batch = Batch()
         self._urgent = 0
         """How many callers wait for everything."""
         self._alone = 0
@@ -137,9 +106,8 @@ class Encoder:
                 )
             finally:
                 self._urgent -= 1
-        errors = [one.error for one in tasks if one.error is not None]
-        if errors:
-            raise errors[0]
+        for error in (one.error for one in tasks if one.error is not None):
+            raise type(error)(*error.args)
         if not all(one.done for one in tasks):
             left = sum(not one.done for one in tasks)
             why = f"after {timeout:.0f} s" if timeout is not None and not ended else "when encoding was stopped"
@@ -153,10 +121,10 @@ class Encoder:
         if op not in _ALONE or arguments.get("preview"):
             return self._running().ask("call", name=op, arguments=arguments)["value"]
         with self._nothing_else():
-            return self._running().ask("call", name=op, arguments=arguments)["value"]
+            return self._running(reclaims=True).ask("call", name=op, arguments=arguments)["value"]
 
     def status(self) -> dict[str, Any]:
-        """Counts of files waiting, being encoded and encoded but not durable; bytes encoded so far; what failed."""
+        """Counts of files waiting, being encoded and encoded but not durable; staged bytes encoded so far; failures."""
         with self._changed:
             process = self._process
             return {
@@ -164,7 +132,7 @@ class Encoder:
                 "encoding": len(self._working),
                 "finishing": len(self._batch.tasks),
                 "encoded_bytes": self._encoded_bytes,
-                "failed": [_describe(one) for one in self._failed[: limits.HOLDERS_NAMED]],
+                "failed": [one.describe() for one in self._failed[: limits.HOLDERS_NAMED]],
                 "failures": len(self._failed),
                 "pid": process.pid if process is not None and process.death is None else None,
                 "urgent": self._is_urgent(),
@@ -172,7 +140,7 @@ class Encoder:
 
     # What to do next; under the lock.
 
-    def _all(self) -> Iterator[_Task]:
+    def _all(self) -> Iterator[Task]:
         yield from self._batch.tasks
         yield from self._working
         yield from self._waiting
@@ -189,9 +157,9 @@ class Encoder:
         """Take over what the layer has for us."""
         pressure = inodes is None and self._has_pressure()
         jobs = self._layer.take_jobs(time.monotonic(), urgent=urgent or pressure, inodes=inodes, pressure=pressure)
-        self._waiting.extend(_Task(job) for job in jobs)
+        self._waiting.extend(Task(job) for job in jobs)
 
-    def _retry(self, tasks: Collection[_Task]) -> None:
+    def _retry(self, tasks: Collection[Task]) -> None:
         for task in tasks:
             task.error = None
             self._failed.remove(task)
@@ -202,24 +170,24 @@ class Encoder:
         if self._process is not None and self._is_urgent():
             self._process.tell("urgent", urgent=True)
 
-    def _chunk(self) -> list[_Task]:
+    def _chunk(self) -> list[Task]:
         """The files to encode next. One at which the process may have died goes alone."""
-        chunk: list[_Task] = []
+        chunk: list[Task] = []
         size = 0
         while self._waiting and len(chunk) < limits.ENCODE_CHUNK_FILES:
             task = self._waiting[0]
             if self._is_gone(task):
                 self._waiting.popleft()
                 continue
-            if chunk and (task.crashes or size + task.job.size > limits.ENCODE_CHUNK_BYTES):
+            if chunk and (task.crashes or size + task.staged_bytes > limits.ENCODE_CHUNK_BYTES):
                 break
             chunk.append(self._waiting.popleft())
-            size += task.job.size
+            size += task.staged_bytes
             if task.crashes:
                 break
         return chunk
 
-    def _is_gone(self, task: _Task) -> bool:
+    def _is_gone(self, task: Task) -> bool:
         """Whether the file of a task was deleted meanwhile, or stored otherwise: then nothing is left to do for it."""
         if self._layer.files.jobs.is_wanted(task.job):
             return False
@@ -230,9 +198,11 @@ class Encoder:
 
     def _batch_is_due(self) -> bool:
         batch, now = self._batch, time.monotonic()
+        if batch.failing:
+            return True
         if not batch.tasks:
             return False
-        if batch.failing or batch.bytes >= limits.ENCODE_BATCH_BYTES or self._alone:
+        if batch.bytes >= limits.ENCODE_BATCH_BYTES or self._alone:
             return True
         if not self._waiting and self._is_urgent():
             return True
@@ -249,6 +219,7 @@ class Encoder:
                 if step is None:
                     self._changed.wait(_TICK_SECONDS)
                     continue
+                self._stepping = True
             try:
                 step()
             except WorkerDiedError as error:
@@ -258,9 +229,12 @@ class Encoder:
                     return
                 if not isinstance(error, MoonclipError):
                     log.exception("encoding failed by an unexpected error")
-                self._fail([*self._working, *self._take_batch().tasks], _as_ours(error))
+                self._fail(
+                    [*self._working, *self._take_batch().tasks],
+                    error if isinstance(error, MoonclipError) else MoonclipError(repr(error)),
+                )
             with self._changed:
-                self._working = []
+                self._working, self._stepping = [], False
                 self._changed.notify_all()
 
     def _next(self) -> Callable[[], object] | None:
@@ -289,11 +263,11 @@ class Encoder:
         self._started = True
         return self._running
 
-    def _encode(self, chunk: list[_Task]) -> None:
+    def _encode(self, chunk: list[Task]) -> None:
         messages = []
         for task in chunk:
             try:
-                messages.append(_message(task.job))
+                messages.append(task.message())
             except MoonclipError as error:
                 self._fail([task], error)
         if not messages:
@@ -316,13 +290,13 @@ class Encoder:
                 task.recipe, task.size = result
                 task.crashes = 0
                 batch.tasks.append(task)
-                batch.bytes += task.size
-                self._encoded_bytes += task.size
+                batch.bytes += task.staged_bytes
+                self._encoded_bytes += task.staged_bytes
             batch.grew = now
         for task, failure in failures:
             if isinstance(failure, LeaseLostError):
                 raise failure
-            batch.failing = batch.failing or isinstance(failure, NoSpaceError)
+            batch.failing = True
             self._fail([task], failure)
 
     def _complete(self) -> None:
@@ -333,7 +307,7 @@ class Encoder:
             process.ask("complete")
             stored = self._journal(batch.tasks)
         with self._changed:
-            self._batch = _Batch()
+            self._batch = Batch()
             for task in stored:
                 task.done = True
         process.ask("release")
@@ -345,7 +319,7 @@ class Encoder:
             raise LeaseLostError(f"{self._layer.store.path} is not open for writing any more")
         return lease.hold(self._layer.store.log.names.sequence)
 
-    def _journal(self, tasks: Iterable[_Task]) -> list[_Task]:
+    def _journal(self, tasks: Iterable[Task]) -> list[Task]:
         """Journal what became of files, durably; returns those for which that was possible."""
         stored = []
         for task in tasks:
@@ -357,18 +331,18 @@ class Encoder:
         self._layer.files.log.commit()
         return stored
 
-    def _take_batch(self) -> _Batch:
+    def _take_batch(self) -> Batch:
         with self._changed:
-            batch, self._batch = self._batch, _Batch()
+            batch, self._batch = self._batch, Batch()
             return batch
 
-    def _begin_again(self, tasks: list[_Task], death: WorkerDiedError) -> None:
+    def _begin_again(self, tasks: list[Task], death: WorkerDiedError) -> None:
         """Encode these again before all others: the process that did so is gone, and with it what was not durable."""
         log.warning("%s; %d files are encoded again", death, len(tasks))
         with self._changed:
             self._waiting.extendleft(reversed(tasks))
 
-    def _fail(self, tasks: Iterable[_Task], error: MoonclipError, *, again: bool = True) -> None:
+    def _fail(self, tasks: Iterable[Task], error: MoonclipError, *, again: bool = True) -> None:
         """Keep files staged, and try again later."""
         for task in tasks:
             if task.done or task.error is not None:
@@ -376,12 +350,12 @@ class Encoder:
             with self._changed:
                 if self._is_gone(task):
                     continue
-                log.warning("%s is not encoded yet, and stays staged: %s", _name(task), error)
+                log.warning("%s is not encoded yet, and stays staged: %s", task.name, error)
                 self._layer.give_up(task.job, str(error))
                 wait = limits.ENCODE_RETRY_SECONDS * 2 ** min(task.attempts, 16)
                 task.attempts += 1
                 task.due = time.monotonic() + min(wait, limits.ENCODE_RETRY_MOST_SECONDS) if again else float("inf")
-                task.error = error
+                task.error = error.with_traceback(None)  # it may be kept for long, and its frames hold buffers
                 self._failed.append(task)
                 self._changed.notify_all()
         if isinstance(error, LeaseLostError):
@@ -400,11 +374,11 @@ class Encoder:
             again = [task for task in [*self._take_batch().tasks, *working] if task not in killers]
         self._begin_again(again, error)
         for task in killers:
-            self._fail([task], BackendError(f"{_name(task)}: {error}, each time it was encoded"), again=False)
+            self._fail([task], BackendError(f"{task.name}: {error}, each time it was encoded"), again=False)
 
     # The process
 
-    def _running(self) -> WorkerProcess:
+    def _running(self, *, reclaims: bool = False) -> WorkerProcess:
         """The process, started if need be."""
         with self._process_lock:
             if self._stopping.is_set():
@@ -413,7 +387,8 @@ class Encoder:
                 self._process.stop()
                 self._process = None
             if self._process is None:
-                self._process = WorkerProcess(self._store_path, f"encoder of layer {self._layer.name}")
+                purpose = f"encoder of layer {self._layer.name}"
+                self._process = WorkerProcess(self._store_path, purpose, reclaims=reclaims)
             return self._process
 
     def _discard_process(self) -> None:
@@ -430,49 +405,10 @@ class Encoder:
         with self._changed:
             self._alone += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._stopping.is_set() or not (self._working or self._batch.tasks))
+            self._changed.wait_for(lambda: self._stopping.is_set() or not (self._stepping or self._batch.tasks))
         try:
             yield
         finally:
             with self._changed:
                 self._alone -= 1
                 self._changed.notify_all()
-
-
-def _message(job: Job) -> dict[str, Any]:
-    """A job as the process gets it. Raises CorruptError, BackendError when bytes staged in memory cannot be read."""
-    parts, data, files = [], [], {}
-    for offset, length, kind, generation in job.parts:
-        number = 0
-        if kind == PART_STAGED and generation is not None:
-            number = generation.number
-            path = generation.path
-            if path is not None:
-                files[number] = path
-            else:
-                staged = bytearray(length)
-                generation.read_into(offset, memoryview(staged))
-                data.append((number, offset, bytes(staged)))
-        parts.append((offset, length, kind, number))
-    return {
-        "number": job.number,
-        "path": job.path,
-        "size": job.size,
-        "parts": parts,
-        "data": data,
-        "files": files,
-        "recipe": job.recipe,
-        "hint": job.hint,
-    }
-
-
-def _name(task: _Task) -> str:
-    return task.job.path.decode(errors="replace") or f"inode {task.job.inode:x}"
-
-
-def _describe(task: _Task) -> dict[str, Any]:
-    return {"path": _name(task), "message": str(task.error), "attempts": task.attempts}
-
-
-def _as_ours(error: Exception) -> MoonclipError:
-    return error if isinstance(error, MoonclipError) else MoonclipError(f"an unexpected error: {error!r}")

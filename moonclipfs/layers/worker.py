@@ -58,10 +58,13 @@ class Worker:
 
     def run(self) -> bool:
         """Serve. Returns False when work that does not end is still under way: then the process has to be left."""
+        looked = time.monotonic()
         while True:
             readable, _, _ = select.select([self._channel], [], [], _LOOK_SECONDS)
-            if not readable:
+            if time.monotonic() - looked >= _LOOK_SECONDS:
                 self._look()
+                looked = time.monotonic()
+            if not readable:
                 continue
             message = self._channel.receive()
             if message is None:

@@ -32,14 +32,17 @@ class WorkerDiedError(BackendError):
 class WorkerProcess:
     """One encoder process. Thread-safe."""
 
-    def __init__(self, store_path: str | os.PathLike[str], purpose: str) -> None:
-        """Start it, and wait until it has opened the store. Raises what that raises, WorkerDiedError."""
+    def __init__(self, store_path: str | os.PathLike[str], purpose: str, *, reclaims: bool = False) -> None:
+        """Start it, and wait until it has opened the store: one that `reclaims` first may use the store's reserve on a
+        full disk. Raises what opening raises, WorkerDiedError.
+        """
         ours, theirs = socket.socketpair()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the process
         request = {
             "fd": theirs.fileno(),
             "store": os.path.abspath(store_path),
             "purpose": purpose,
+            "reclaims": reclaims,
             "level": logging.getLogger("moonclipfs").getEffectiveLevel(),
         }
         with theirs:

@@ -18,12 +18,12 @@ from moonclipfs.errors import BackendError, BusyError, CorruptError, MoonclipErr
 from moonclipfs.layers import encoder as encoder_module
 from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.layer import Layer
-from moonclipfs.layers.workerprocess import WorkerProcess
 from moonclipfs.store.gc import collect
+from moonclipfs.store.leases import live_leases
 from moonclipfs.store.store import Store
 from moonclipfs.types import BytesSource, Kind
 from tests.layers.encoding import Job, StubLayer, generations, read
-from tests.store.kit import noise, packs, publish, series
+from tests.store.kit import noise, packs, series
 from tests.store.test_ingest import floats, safetensors
 
 
@@ -342,24 +342,38 @@ def test_a_store_that_cannot_be_opened_is_an_error_of_each_file(
 
 
 PARENT = """
-import sys, time
+import sys, threading, time
 from pathlib import Path
+from moonclipfs.layers.records import PART_STAGED
 from moonclipfs.layers.workerprocess import WorkerProcess
+from moonclipfs.types import NO_ID
+
+path, size = sys.argv[2], int(sys.argv[3])
 process = WorkerProcess(Path(sys.argv[1]), "encoder of a test")
+job = {"number": 1, "path": b"f", "size": size, "parts": [(0, size, PART_STAGED, 1)], "data": [], "files": {1: path},
+       "recipe": NO_ID, "hint": NO_ID}
+if size:
+    threading.Thread(target=process.ask, args=("encode",), kwargs={"jobs": [job], "urgent": False}, daemon=True).start()
+    time.sleep(0.2)
 print(process.pid, flush=True)
 time.sleep(60)
 """
 
 
-def test_the_process_ends_with_its_parent_and_gives_its_lease_back(store: Store) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, store.path], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("size", [0, 1 << 30])
+def test_the_process_ends_with_its_parent_and_gives_its_lease_back(store: Store, tmp_path: Path, size: int) -> None:
+    path = tmp_path / "staged"
+    with path.open("wb") as file:
+        file.truncate(size)
+    arguments = [os.fspath(store.path), os.fspath(path), str(size)]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     assert Path(f"/proc/{pid}").exists()
     parent.kill()
     parent.communicate()
     wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
-    assert len(list((Path(store.path) / "leases").iterdir())) == 1, "ours"
+    assert len(live_leases(store.path)) == 1, "ours"
 
 
 def test_background_threads_are_polite_and_urgent_ones_are_not(
@@ -380,13 +394,3 @@ def nices(tasks: Path) -> list[int]:
         fields = (task / "stat").read_text().rpartition(")")[2].split()
         found.append(int(fields[16]))
     return found
-
-
-def test_publishing_goes_on_while_a_file_is_encoded(store: Store) -> None:
-    publish(store, "a", {"f": noise(1)})
-    process = WorkerProcess(store.path, "encoder of a test")
-    try:
-        with pytest.raises(UsageError):
-            process.ask("call", name="nothing", arguments={})
-    finally:
-        process.stop()

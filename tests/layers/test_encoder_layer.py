@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moonclipfs import limits
+from moonclipfs.errors import NoSpaceError
 from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
@@ -21,7 +24,7 @@ from moonclipfs.layers.workerprocess import WorkerProcess
 from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, EntryType
-from tests.store.kit import noise, packs, series
+from tests.store.kit import noise, packs, publish, series
 from tests.store.test_ingest import floats, safetensors
 
 
@@ -202,3 +205,81 @@ def test_a_process_killed_at_any_step_loses_nothing(
         assert left == [0]
         assert {name: read(layer, name) for name in files} == files
         assert layer.staging.used == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "moonclipfs-test", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root and CAP_SYS_ADMIN")
+    yield disk
+    # Lazily: a test that fails keeps files open, in the frames of its error.
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Leave no byte."""
+    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_full_disk_keeps_all_readable_and_is_got_over(
+    small_disk: Path, expect_log: Callable[[str], None], started: bool
+) -> None:
+    expect_log("is not encoded yet, and stays staged: .*No space")
+    files = {b"f%d" % number: noise(number, 3_000_000) for number in range(4)}
+    Store.create(small_disk / "store").close()
+    with Store.open(small_disk / "store", write=True) as store, working(store) as (layer, encoder):
+        for name, data in files.items():
+            write(layer, name, data)
+        deadline = time.monotonic() + 30
+        while started and encoder.status()["pid"] is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        fill(small_disk / "filler")
+        with pytest.raises(NoSpaceError):
+            encoder.drain()
+        assert {name: read(layer, name) for name in files} == files
+        assert encoder.status()["failures"] == len(files) == len(layer.staged()["failed_files"])
+        layer.refresh(time.time_ns())
+        encoder.call("reclaim", forget=[])
+        os.unlink(small_disk / "filler")
+        encoder.drain()
+        assert encoder.status()["failures"] == len(layer.staged()["failed_files"]) == 0
+        assert layer.staging.used == 0
+        assert {name: read(layer, name) for name in files} == files
+        assert not list((small_disk / "store" / "tmp").iterdir())
+
+
+def test_a_process_can_be_started_on_a_full_disk_to_reclaim(small_disk: Path) -> None:
+    Store.create(small_disk / "store").close()
+    with Store.open(small_disk / "store", write=True) as store, working(store) as (layer, encoder):
+        publish(store, "a", {"f": noise(1, 8_000_000)})
+        store.log.forget([("a", 1)])
+        fill(small_disk / "filler")
+        for _ in range(2):
+            layer.refresh(time.time_ns())
+            encoder.call("reclaim", forget=[])
+        assert not packs(store)
+
+
+def test_reclaiming_waits_for_no_batch(store: Store) -> None:
+    with working(store) as (layer, encoder):
+        publish(store, "a", {"f": noise(1, 100_000)})
+        (old,) = packs(store)
+        write(layer, b"f", noise(2, 100_000))
+        deadline = time.monotonic() + 30
+        while encoder.status()["finishing"] != 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert encoder.status()["finishing"] == 1
+        store.log.forget([("a", 1)])
+        for _ in range(2):
+            layer.refresh(time.time_ns())
+            encoder.call("reclaim", forget=[])
+        assert old not in packs(store)
+        assert encoder.status()["finishing"] == 0, "it was made durable first"
+        assert read(layer, b"f") == noise(2, 100_000)
