@@ -78,7 +78,8 @@ class Live:
         for task in self._tasks:
             task.stop()
         problems = []
-        for work in (self._drain, self.sealer.close, self.layer.push_names):
+        # The last commit lets what was stored leave the staging.
+        for work in (self._drain, self.sealer.close, self.layer.push_names, self.layer.sync_all):
             try:
                 work()
             except MoonclipError as error:
