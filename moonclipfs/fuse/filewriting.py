@@ -26,11 +26,13 @@ from moonclipfs.fuse import initflags
 from moonclipfs.fuse.handles import ReadHandle
 from moonclipfs.fuse.operations import Operations, answers, entry_attributes
 from moonclipfs.fuse.reading import Reads
+from moonclipfs.layers.changes import without_set_ids
 from moonclipfs.layers.files import OpenFile
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.inodes import ROOT_NUMBER, Inode
 from moonclipfs.layers.live import Live
 from moonclipfs.layers.lookup import Status
+from moonclipfs.layers.seal import note_writer
 from moonclipfs.layers.tree import Node, NotCachedError, Tree
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,6 @@ T = TypeVar("T")
 
 LIVE_BIT = 1 << 62
 """Of the numbers of inodes and handles of the layer."""
-_SUID, _SGID, _GROUP_RUNS = 0o4000, 0o2000, 0o010
 _OF_HANDLES = {"read", "write", "flush", "fsync", "release", "readdir", "releasedir", "fsyncdir"}
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 0.25
 
@@ -51,12 +52,6 @@ def is_live(inode: int) -> bool:
 def is_live_handle(number: int) -> bool:
     """True for a handle of the layer."""
     return bool(number & LIVE_BIT)
-
-
-def without_privileges(mode: int) -> int:
-    """Mode bits after a change by somebody who may not keep setuid and setgid."""
-    kept = mode & ~_SUID
-    return kept & ~_SGID if kept & _GROUP_RUNS else kept
 
 
 class LiveFile(ReadHandle):
@@ -172,6 +167,8 @@ class FileOperations(Operations):
                 raise
             self._last_handle += 1
             self.open_files[self._last_handle] = LiveFile(self.live, file, sequence)
+            if access != os.O_RDONLY:
+                note_writer(self.layer, inode, ctx.pid)
             self.holds.pin(sequence)
         # A map of a handle that may be read is served from the page cache, which a direct handle has to keep right:
         # that is worth it for files that are written anew.
@@ -284,8 +281,10 @@ class FileOperations(Operations):
             await self._truncate(found, attr.st_size, ctx)
         mode = attr.st_mode & 0o7777 if fields.update_mode else None
         owned = fields.update_uid or fields.update_gid
-        if owned and not found.is_directory:
-            mode = without_privileges(found.mode if mode is None else mode)
+        # A request that sets nothing comes from a chown that changes nothing, and before a write of somebody who may
+        # not keep setuid and setgid.
+        if (owned or not _sets_anything(fields)) and not found.is_directory:
+            mode = without_set_ids(found.mode if mode is None else mode)
         changes = {
             "mode": mode,
             "uid": attr.st_uid if fields.update_uid else None,
@@ -307,6 +306,18 @@ def _is_of_layer(request: str, args: Sequence[Any]) -> bool:
     if not isinstance(first, int):
         return False
     return is_live_handle(first) if request in _OF_HANDLES else is_live(first)
+
+
+def _sets_anything(fields: pyfuse3.SetattrFields) -> bool:
+    return bool(
+        fields.update_mode
+        or fields.update_uid
+        or fields.update_gid
+        or fields.update_size
+        or fields.update_atime
+        or fields.update_mtime
+        or fields.update_ctime
+    )
 
 
 def _is_privileged(ctx: RequestContext) -> bool:
