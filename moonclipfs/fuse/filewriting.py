@@ -167,9 +167,9 @@ class FileOperations(Operations):
                 raise
             self._last_handle += 1
             self.open_files[self._last_handle] = LiveFile(self.live, file, sequence)
-            if access != os.O_RDONLY:
-                note_writer(self.layer, inode, ctx.pid)
             self.holds.pin(sequence)
+        if access != os.O_RDONLY:
+            note_writer(self.layer, inode, ctx.pid)
         # A map of a handle that may be read is served from the page cache, which a direct handle has to keep right:
         # that is worth it for files that are written anew.
         anew = access == os.O_RDWR and (new or bool(flags & os.O_TRUNC))
