@@ -88,6 +88,10 @@ class Side:
         return os.write(self.fds[slot], data), os.lseek(self.fds[slot], 0, os.SEEK_CUR)
 
     def seek_end(self, slot: int) -> Value:
+        if stat.S_ISDIR(os.fstat(self.fds[slot]).st_mode):
+            return None  # a number that means something to the file system alone
+        if stat.S_ISDIR(os.fstat(self.fds[slot]).st_mode):
+            return None  # where a directory ends is each file system's own affair
         return os.lseek(self.fds[slot], 0, os.SEEK_END)
 
     def ftruncate(self, slot: int, size: int) -> Value:
@@ -96,7 +100,8 @@ class Side:
     def allocate(self, slot: int, offset: int, length: int) -> Value:
         if fcntl.fcntl(self.fds[slot], fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND) != os.O_RDWR:
             return None  # what the C library does instead, where a file system cannot, does not work there
-        return os.posix_fallocate(self.fds[slot], offset, length)
+        os.posix_fallocate(self.fds[slot], offset, length)
+        return os.utime(self.fds[slot])  # it changes nothing where it finds bytes, ext4 changes the time
 
     def fsync(self, slot: int) -> Value:
         return os.fsync(self.fds[slot])
@@ -128,8 +133,10 @@ class Side:
             return mapped[offset : offset + length]
 
     def _map(self, slot: int, protection: int) -> mmap.mmap:
-        size = os.fstat(self.fds[slot]).st_size
-        return mmap.mmap(self.fds[slot], min(size, WHOLE_BYTES), mmap.MAP_SHARED, protection)
+        status = os.fstat(self.fds[slot])
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("only a file is mapped: the size of others is each file system's own affair")
+        return mmap.mmap(self.fds[slot], min(status.st_size, WHOLE_BYTES), mmap.MAP_SHARED, protection)
 
     # Paths
 
@@ -245,7 +252,8 @@ class Side:
 def facts(status: os.stat_result) -> tuple[Value, ...]:
     """What stat must say alike; a time only when a call set it."""
     size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
-    mtime = status.st_mtime_ns if status.st_mtime_ns < PAST_NS else None
+    dated = status.st_mtime_ns < PAST_NS and not stat.S_ISFIFO(status.st_mode)  # the kernel alone serves a fifo
+    mtime = status.st_mtime_ns if dated else None
     return status.st_mode, status.st_nlink, status.st_uid, status.st_gid, size, mtime
 
 
