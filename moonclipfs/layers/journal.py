@@ -110,14 +110,14 @@ class Journal:
         self._fresh_bytes = segments[0].extent.first if segments else 0
         if segments and segments[-1].same_boot:
             self._go_on(segments[-1])
-            return
-        if segments:
+        elif segments:
             self._cut(segments[-1])
             self._older_bytes += segments[-1].end
-        number = segments[-1].extent.header.number + 1 if segments else 1
-        self._switch(number, not segments, ())
-        if not segments:
+            self._switch(segments[-1].extent.header.number + 1, False, ())
+        else:
+            self._switch(1, True, ())
             self._fresh_bytes = self._end
+        self._make_room(0, 0)
 
     def _cut(self, segment: Segment) -> None:
         """Cut off what does not count; that gives its reserve back too, which the next segment needs."""
@@ -197,20 +197,22 @@ class Journal:
         enough = self._end + length + spared <= self._allocated
         if wanted <= self._allocated or (enough and time.monotonic() < self._retry_at):
             return
-        for target in (wanted + limits.JOURNAL_STEP_BYTES, wanted):
-            try:
-                with os_errors(f"write the journal {self.directory}"):
-                    self._ops.allocate(self._fd, self._allocated, target - self._allocated)
-            except NoSpaceError as error:
-                refused = error
-            except BackendError:
-                return  # a file system that cannot preallocate: a write tells whether there is space
-            else:
-                self._allocated = target
-                return
+        if self._allocate(wanted + limits.JOURNAL_STEP_BYTES) is None or (refused := self._allocate(wanted)) is None:
+            return
         self._retry_at = time.monotonic() + _RETRY_SECONDS
         if not enough:
             raise refused
+
+    def _allocate(self, target: int) -> NoSpaceError | None:
+        """Preallocate up to `target`; returns why that cannot be."""
+        try:
+            # Where a file system cannot preallocate, a write tells whether there is space.
+            with suppress(BackendError), os_errors(f"write the journal {self.directory}"):
+                self._ops.allocate(self._fd, self._allocated, target - self._allocated)
+        except NoSpaceError as error:
+            return error
+        self._allocated = target
+        return None
 
     # Making durable
 
@@ -290,9 +292,9 @@ class Journal:
     def rewrite(self, records: Iterable[tuple[Record, Refs]]) -> None:
         """Write the whole state as a new journal, durable when this returns, and delete the old one.
 
-        The layer's lock is held all along, so that nothing is appended meanwhile. Contents among `records` have to be
-        synced before: there is nothing to go back to after a power failure. When this raises NoSpaceError, the old
-        journal goes on.
+        The layer's lock is held all along, so that nothing is appended meanwhile. Of each file, `records` need contents
+        that are synced, ahead of those that are not: after a power failure there is nothing else to go back to. When
+        this raises NoSpaceError, the old journal goes on.
         """
         with self._layer_lock, self._lock, os_errors(f"write the journal {self.directory}"):
             self._require_usable()
@@ -302,6 +304,7 @@ class Journal:
             for number in segment_numbers(self.directory):
                 if number <= old:
                     self._ops.unlink(str(self.directory / segment_name(number)))
+            self._make_room(0, 0)
 
     def _switch(self, number: int, whole: bool, payloads: Iterable[bytes]) -> None:
         """Go on in a new segment that begins with `payloads`, durable before it has its name."""

@@ -12,6 +12,8 @@ from moonclipfs.store.segments import segment_name, segment_numbers
 from moonclipfs.types import NO_ID
 from tests.faults import UnsyncedOps
 
+RESERVE = 256
+"""Preallocated by the journals of these tests."""
 BOOT = b"a" * 16
 OTHER = b"b" * 16
 

@@ -6,8 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,23 +19,7 @@ from moonclipfs.store.layerdirs import layer_roots
 from moonclipfs.store.segments import measure_segment, segment_name, segment_numbers
 from moonclipfs.types import Buffer, Kind
 from tests.faults import FaultyOps, HookedOps, UnsyncedOps
-from tests.layers.journalkit import BOOT, OTHER, Case, contents, make
-
-RESERVE = 256
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "JOURNAL_RESERVE_BYTES", RESERVE)
-    monkeypatch.setattr(limits, "JOURNAL_STEP_BYTES", RESERVE // 2)
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Iterator[Case]:
-    made = Case(tmp_path)
-    yield made
-    for journal in made.open_ones:
-        journal.close()
+from tests.layers.journalkit import BOOT, OTHER, RESERVE, Case, contents, make
 
 
 def test_what_was_appended_is_replayed(case: Case) -> None:
@@ -124,171 +106,6 @@ def test_a_killed_process_loses_nothing(case: Case) -> None:
     journal.close()
 
 
-# Commits
-
-
-class SlowOps(HookedOps):
-    """Counts fdatasyncs, each of which waits for `gate`; they fail while `code` is set."""
-
-    def __init__(self) -> None:
-        self.syncs = 0
-        self.code = 0
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = threading.Event()
-
-    def before(self, name: str, arguments: tuple[object, ...]) -> None:
-        if name == "fdatasync":
-            self.syncs += 1
-            self.entered.set()
-            assert self.gate.wait(20)
-            if self.code:
-                raise OSError(self.code, os.strerror(self.code))
-
-
-def in_threads(count: int, body: Callable[[int], None]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def test_one_sync_serves_all_who_wait(case: Case) -> None:
-    ops = SlowOps()
-    journal, _ = case.open(ops)
-    ops.gate.clear()
-    ops.syncs = 0
-    appended = threading.Barrier(21)
-
-    def body(number: int) -> None:
-        journal.append(make(number))
-        appended.wait(20)
-        journal.commit()
-
-    threads = in_threads(20, body)
-    appended.wait(20)
-    assert ops.entered.wait(20)
-    ops.gate.set()
-    for thread in threads:
-        thread.join()
-    assert 1 <= ops.syncs <= 2
-    assert len(case.read(OTHER)) == 20
-
-
-def test_commit_without_anything_new_does_nothing(case: Case) -> None:
-    ops, calls = SlowOps(), []
-    journal, _ = case.open(ops, hook=lambda: calls.append(1))
-    journal.append(make(5))
-    journal.commit()
-    before = ops.syncs, len(calls), journal.size
-    journal.commit()
-    assert (ops.syncs, len(calls), journal.size) == before
-
-
-def test_a_failed_sync_fails_all_who_wait_and_all_after_them(case: Case) -> None:
-    ops = SlowOps()
-    journal, _ = case.open(ops)
-    ops.gate.clear()
-    ops.entered.clear()
-    failures: list[str] = []
-    appended = threading.Barrier(6)
-
-    def body(number: int) -> None:
-        journal.append(make(number))
-        appended.wait(20)
-        try:
-            journal.commit()
-        except BackendError as error:
-            failures.append(str(error))
-
-    threads = in_threads(5, body)
-    appended.wait(20)
-    assert ops.entered.wait(20)
-    ops.code = errno.EIO
-    ops.gate.set()
-    for thread in threads:
-        thread.join()
-    assert len(failures) == 5 and "mounted again" in failures[0] and ops.syncs == 1
-    ops.code = 0
-    with pytest.raises(BackendError, match="mounted again"):
-        journal.append(make(9))
-    with pytest.raises(BackendError, match="mounted again"):
-        journal.commit()
-    journal.close()
-
-    class Watching(HookedOps):
-        def before(self, name: str, arguments: tuple[object, ...]) -> None:
-            if name == "pwrite":
-                assert isinstance(arguments[1], memoryview)
-                written.append(bytes(arguments[1]))
-
-    written: list[bytes] = []
-    end = os.path.getsize(case.segment())
-    _, found = case.open(Watching())
-    assert len(found) == 5
-    # What the kernel takes for clean and is not on the disk was written once more.
-    assert written and written[0] in case.segment().read_bytes()[:end] and len(written[0]) > 5 * 30
-
-
-def test_what_must_be_synced_first_is_synced_right_before_the_mark(case: Case) -> None:
-    calls: list[bool] = []
-    lock = threading.RLock()
-
-    def try_lock() -> bool:
-        if taken := lock.acquire(blocking=False):
-            lock.release()
-        return taken
-
-    def hook() -> bool:
-        # Another thread has the lock free only while nobody appends.
-        free: list[bool] = []
-        thread = threading.Thread(target=lambda: free.append(try_lock()))
-        thread.start()
-        thread.join()
-        calls.append(free[0])
-        journal.append(contents(len(calls), b"x", synced=True))
-        return len(calls) < 3
-
-    journal = Journal(case.directory, FileOps(), hook, lock=lock, boot=BOOT)
-    list(journal.replay())
-    case.open_ones.append(journal)
-    journal.append(make(5))
-    journal.commit()
-    assert calls == [True, True, True, False]
-    assert len(case.read(OTHER)) == 5
-
-
-def test_a_hook_that_fails_leaves_the_journal_usable(case: Case) -> None:
-    full = [True]
-
-    def hook() -> None:
-        if full[0]:
-            raise NoSpaceError("no space")
-
-    journal, _ = case.open(hook=hook)
-    journal.append(make(5))
-    with pytest.raises(NoSpaceError):
-        journal.commit()
-    full[0] = False
-    journal.commit()
-    assert case.read(OTHER) == [make(5)]
-
-
-def test_written_anew_while_a_commit_waits_for_the_disk(case: Case) -> None:
-    ops = SlowOps()
-    journal, _ = case.open(ops)
-    journal.append(make(5))
-    ops.gate.clear()
-    ops.entered.clear()
-    threads = in_threads(1, lambda number: journal.commit())
-    assert ops.entered.wait(20)
-    journal.rewrite([(make(6), ())])
-    journal.append(make(7))
-    ops.gate.set()
-    threads[0].join()
-    assert case.read(OTHER) == [make(6)]
-
-
 # Full and failing disks
 
 
@@ -304,6 +121,11 @@ class FullOps(HookedOps):
             if arguments[2] > self.free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.free -= arguments[2]
+        elif name == "truncate":
+            assert isinstance(arguments[0], int) and isinstance(arguments[1], int)
+            self.free += os.fstat(arguments[0]).st_size - arguments[1]
+        elif name == "unlink" and os.path.exists(str(arguments[0])):
+            self.free += os.path.getsize(str(arguments[0]))
         elif name == "pwrite":
             fd, data, offset = arguments
             assert isinstance(fd, int) and isinstance(data, memoryview) and isinstance(offset, int)
@@ -343,6 +165,28 @@ def test_a_full_disk_takes_no_data_but_lets_names_go(case: Case, monkeypatch: py
     ops.free = 1 << 16
     journal.append(data)
     assert case.read() == [*taken, data]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_the_reserve_is_there_from_the_start(case: Case, monkeypatch: pytest.MonkeyPatch, anew: bool) -> None:
+    """After a power failure, and when the journal was written anew, a full disk gives back what the old one had."""
+    monkeypatch.setattr(limits, "JOURNAL_RESERVE_BYTES", 1 << 14)
+    monkeypatch.setattr(limits, "JOURNAL_STEP_BYTES", 1 << 12)
+    ops = FullOps(1 << 15)
+    journal, _ = case.open(ops)
+    journal.append(make(5))
+    journal.commit()
+    # Enough for a new segment, and not for its reserve.
+    ops.free = 1000
+    if anew:
+        journal.rewrite([(make(5), ())])
+    else:
+        journal.close()
+        journal, _ = case.open(ops, OTHER)
+    ops.free = 0
+    for _ in range(100):
+        journal.append(Remove(1, b"n", 0, 7))
+    assert len(case.read(OTHER if not anew else BOOT)) == 101
 
 
 def test_a_file_system_that_cannot_preallocate(case: Case) -> None:

@@ -14,10 +14,9 @@ from moonclipfs.layers.records import Contents, Record
 from moonclipfs.store.layerdirs import layer_roots
 from tests import faults
 from tests.faults import RecordingOps, UnsyncedOps, crash_states, kill_states
-from tests.layers.journalkit import BOOT, OTHER, Case, contents, make
+from tests.layers.journalkit import BOOT, OTHER, RESERVE, Case, contents, make
 
 THIRD = b"c" * 16
-RESERVE = 256
 
 
 @pytest.fixture(autouse=True)
