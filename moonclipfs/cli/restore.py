@@ -20,8 +20,9 @@ from moonclipfs.store.rebind import restore
 def command(target: str, to: str | None) -> None:
     """Bind version N of a snapshot again, as its newest one; without @N, the last one of a name that was removed.
 
-    Nothing is copied, and no version is lost: what was the newest is kept as a version, too. In a mount the directory
-    shows the restored files, as new files. Versions: `moonclipfs log STORE:NAME`, or @versions/NAME in a mount.
+    Nothing is copied, and no version is lost: what was the newest is kept as a version, too; in a mount also what was
+    written since. There the directory shows the restored files, as new files, a moment later. Versions are listed by
+    `moonclipfs log STORE:NAME`, and in @versions/NAME of a mount.
 
     \b
     Examples:

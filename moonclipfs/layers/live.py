@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from moonclipfs import limits
-from moonclipfs.errors import MoonclipError, NoSpaceError
+from moonclipfs.errors import ExistsError, MoonclipError, NoSpaceError, NotFoundError
 from moonclipfs.layers.encoder import Encoder
+from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.periodic import Periodic
 from moonclipfs.layers.reclaim import Reclaimer
@@ -26,6 +27,7 @@ from moonclipfs.types import Version
 
 log = logging.getLogger(__name__)
 
+_NAMES_TICK_SECONDS = 0.5
 _SEAL_TICK_SECONDS = 0.5
 _RECLAIM_TICK_SECONDS = 5.0
 
@@ -63,6 +65,7 @@ class Live:
         self.reclaimer = Reclaimer(self.layer, self.encoder, keep_deleted=options.keep_deleted)
         self._tasks = [
             Periodic("moonclipfs sync", self._sync, limits.SYNC_SECONDS),
+            Periodic("moonclipfs names", self._tell_names, _NAMES_TICK_SECONDS),
             Periodic("moonclipfs seal", lambda: self.sealer.tick(time.monotonic()), _SEAL_TICK_SECONDS),
             Periodic("moonclipfs reclaim", lambda: self.reclaimer.tick(time.monotonic()), _RECLAIM_TICK_SECONDS),
         ]
@@ -146,12 +149,39 @@ class Live:
         version = self.seal(os.fsencode(arguments["path"]), wait=arguments.get("wait", True))
         return {} if version is None else {"path": version.path, "number": version.number}
 
+    def restore(self, name: str, number: int | None = None, *, to: str | None = None) -> Version:
+        """See `rebind.restore`. What was written into `name` since its last seal becomes a version first.
+
+        Raises ExistsError when something else is at `to`, BusyError while a file of `name` is written to.
+        """
+        self._tell_names()
+        there = self._there(name if to is None else to)
+        if there is not None and to is not None and to.strip("/") != name:
+            raise ExistsError(f"{to} is there already: choose another name, or remove it first")
+        if there is not None and there.below:
+            self.seal(os.fsencode(name))
+        return restore(self.store, name, number, to=to)
+
+    def clone(self, source: str, target: str) -> Version:
+        """See `rebind.clone`. Raises ExistsError when something is at `target`."""
+        self._tell_names()
+        if self._there(target) is not None:
+            raise ExistsError(f"{target} is there already: choose another name, or remove it first")
+        return clone(self.store, source, target)
+
+    def _there(self, name: str) -> Inode | None:
+        """What the layer has at a name."""
+        try:
+            return self.layer.resolve(os.fsencode(name.strip("/")))
+        except NotFoundError:
+            return None
+
     def _restore_verb(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        version = restore(self.store, arguments["name"], arguments.get("number"), to=arguments.get("to"))
+        version = self.restore(arguments["name"], arguments.get("number"), to=arguments.get("to"))
         return {"path": version.path, "number": version.number}
 
     def _clone_verb(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        version = clone(self.store, arguments["source"], arguments["target"])
+        version = self.clone(arguments["source"], arguments["target"])
         return {"path": version.path, "number": version.number}
 
     def _drain(self) -> None:
@@ -161,6 +191,11 @@ class Live:
             if not self.make_room(self.layer.staging.used):
                 raise
             self.encoder.drain()
+
+    def _tell_names(self) -> None:
+        """Let others know soon what was removed here."""
+        if self.layer.state.unbinding:
+            self._sync()
 
     def _sync(self) -> None:
         self.layer.sync_all()

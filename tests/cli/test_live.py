@@ -155,11 +155,34 @@ def test_restore_and_clone_in_a_mount(run: Run, mounted: Path) -> None:
     assert run("clone", mounted / "run1" / "step-2", "/outside").code == 2
 
 
+def test_restore_keeps_what_was_written_since_the_last_seal(run: Run, mounted: Path) -> None:
+    config = mounted / "run1" / "step-1" / "config.json"
+    config.write_text("unsealed")
+    assert run("restore", mounted / "run1" / "step-1@1").out == "run1/step-1@3\n"
+    eventually(lambda: config.read_text() == '{"step": 1}')
+    eventually((mounted / "@versions" / "run1" / "step-1" / "2").exists)
+    assert (mounted / "@versions" / "run1" / "step-1" / "2" / "config.json").read_text() == "unsealed"
+    assert run("status", "--json", mounted).json["conflicts"] == []
+
+
+def test_names_that_live_files_have_are_taken(run: Run, mounted: Path) -> None:
+    (mounted / "mine").mkdir()
+    (mounted / "file").write_text("x")
+    for name in ("mine", "file", "run1/step-2"):
+        assert run("restore", mounted / "run1" / "step-1@1", "--to", mounted / name).code == 4
+        assert run("clone", mounted / "run1" / "step-1", mounted / name).code == 4
+    assert run("clone", mounted / "run1" / "step-1", mounted / "file" / "below").code == 1
+
+
+def test_what_is_removed_is_gone_for_all_within_a_second(run: Run, mounted: Path, filled: Path) -> None:
+    subprocess.run(["rm", "-r", mounted / "run1"], check=True)
+    eventually(lambda: names(run, filled) == ["other"], 1.5)
+
+
 def test_what_was_removed_comes_back(run: Run, mounted: Path, filled: Path) -> None:
     subprocess.run(["rm", "-r", mounted / "run1" / "step-1"], check=True)
-    assert run("flush", mounted).code == 0
-    eventually(lambda: "run1/step-1" not in names(run, filled))
     assert run("restore", mounted / "run1" / "step-1").out == "run1/step-1@2\n"
+    assert "run1/step-1" in names(run, filled)
     eventually(lambda: (mounted / "run1" / "step-1" / "config.json").exists())
 
 
