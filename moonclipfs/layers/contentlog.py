@@ -172,11 +172,10 @@ class ContentLog:
         pending = self._pending[inode]
         self.disposal.drop(generations - pending.held - pending.journalled)
 
-    def replayed(self, inode: Inode) -> None:
-        """A replayed file whose last record is not known to be on the disk."""
-        pending = self._pending[inode] = Pending(set())
+    def replayed(self, inode: Inode, held: set[Generation]) -> None:
+        """A replayed file whose last record counts for this boot only; its synced state may need any of `held`."""
+        pending = self._pending[inode] = Pending(held | set(content_of(inode).generations()))
         pending.unsynced = True
-        pending.journalled = set(content_of(inode).generations())
 
     def records(self, inode: Inode) -> Iterator[tuple[Contents | Stored, list[tuple[Kind, ObjectId]]]]:
         """What a journal that is written anew says of the content of a file, which `settle` was called for."""

@@ -87,8 +87,8 @@ class ContentReplay:
     def __init__(self, state: State, staging: Staging) -> None:
         self._state = state
         self._staging = staging
-        self.unsynced: dict[Inode, None] = {}
-        """Files whose last record may not be on the disk."""
+        self.unsynced: dict[Inode, set[Generation]] = {}
+        """Files whose last record counts for this boot only, with what their states since the last synced one need."""
         self.generations: dict[int, Generation] = {}
         """All that records of contents named, by number."""
         self.sizes: dict[ObjectId, int] = {}
@@ -99,15 +99,15 @@ class ContentReplay:
         inode = self._state.own[record.number]
         state = self._state
         content = content_of(inode)
+        if record.synced:
+            self.unsynced.pop(inode, None)
+        else:
+            self.unsynced.setdefault(inode, set()).update(content.generations())
         parts = [self._part(part, record.data) for part in record.parts]
         content.apply(record.whole, record.recipe, record.size, parts, synced=record.synced)
         inode.mtime_ns, inode.ctime_ns = record.mtime_ns, record.ctime_ns
         state.change = max(state.change, record.change)
         _note_change(inode, record.change)
-        if record.synced:
-            self.unsynced.pop(inode, None)
-        else:
-            self.unsynced[inode] = None
 
     def stored(self, record: Stored) -> None:
         """A frozen content is encoded: a record of contents follows where the file still has it."""

@@ -86,7 +86,7 @@ def _take_up(layer: Changes, files: Files, contents: ContentReplay, recovery: Re
         for generation in generations:
             generation.frozen = True
         if inode in contents.unsynced:
-            files.log.replayed(inode)
+            files.log.replayed(inode, contents.unsynced[inode])
         files.jobs.closed(inode)
         recovery.staged_files += 1
         recovery.staged_bytes += sum(generation.bytes for generation in generations)
@@ -98,8 +98,12 @@ def _find_orphans(
     """What is staged and in no file any more goes when the journal that says so is on the disk."""
     contained = (inode.content for inode in layer.state.own.values() if inode.content is not None)
     used = captured | {generation.number for content in contained for generation in content.generations()}
+    for inode, held in contents.unsynced.items():
+        used |= {generation.number for generation in held if inode.links}
     unused = [generation for number, generation in contents.generations.items() if number not in used]
-    files.orphans = layer.staging.orphans(used | contents.generations.keys())
+    # One that the journal has in memory had its file too late: no record tells of it.
+    in_files = {number for number, generation in contents.generations.items() if generation.path is not None}
+    files.orphans = layer.staging.orphans(captured | in_files)
     files.log.disposal.drop_after_commit(unused)
     layer.state.generations = max([layer.state.generations, *files.orphans])
     recovery.orphans = len(files.orphans) + sum(generation.path is not None for generation in unused)

@@ -17,7 +17,6 @@ import pytest
 
 from moonclipfs import limits
 from moonclipfs.errors import BackendError, MoonclipError, NoSpaceError, NotFoundError
-from moonclipfs.layers import journal
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
 from moonclipfs.store.backend import FileOps, LocalBackend
@@ -184,7 +183,7 @@ def opened(root: Path, boot: bytes | None, ops: FileOps | None = None) -> Iterat
     """The layer as the next process finds it, which never waits for the disk."""
     with pytest.MonkeyPatch.context() as patch:
         if boot is not None:
-            patch.setattr(journal, "_boot", lambda: boot)
+            patch.setattr("moonclipfs.layers.journal.this_boot", lambda: boot)
         patch.setattr("moonclipfs.store.store.LocalBackend", functools.partial(LocalBackend, ops=UnsyncedOps()))
         patch.setattr("moonclipfs.store.store.default_index_path", lambda *arguments, **options: None)
         with Store.open(root, write=True) as store:

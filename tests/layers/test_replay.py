@@ -12,7 +12,6 @@ import pytest
 
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError
-from moonclipfs.layers import journal
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.records import Contents
 from moonclipfs.store.store import Store
@@ -42,7 +41,7 @@ def crash(layer: Layer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cras
         shutil.copytree(layer.store.path, root)
         with monkeypatch.context() as patch:
             if power:
-                patch.setattr(journal, "_boot", lambda: b"otherboot".ljust(16))
+                patch.setattr("moonclipfs.layers.journal.this_boot", lambda: b"otherboot".ljust(16))
             with Store.open(root, write=True, index_path=tmp_path / f"crash{count}.sqlite") as copy:
                 found = Layer.open(copy, "test")
                 try:
@@ -163,9 +162,51 @@ def test_unsynced_contents_count_for_this_boot_only(layer: Layer, crash: Crash) 
     layer.sync_directory(layer.root)
     with crash() as found:
         assert content(found, b"a") == new
+        found.sync_directory(found.root)
         assert len(staging_names(found)) == 2
         found.sync_all()
         assert len(staging_names(found)) == 1 and content(found, b"a") == new
+
+
+@pytest.mark.parametrize("how", ["replaced", "another file is synced"])
+def test_the_synced_state_is_kept_through_a_kill(store: Store, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Of a file whose newer content was accepted and not synced when the process was killed."""
+    old, new = os.urandom(BIG), os.urandom(BIG)
+    layer = Layer.open(store, "test")
+    inode = write_file(layer, b"a", old)
+    layer.sync_all()
+    overwrite(layer, inode, new)
+    layer.close()
+    layer = Layer.open(store, "test")
+    assert content(layer, b"a") == new
+    if how == "replaced":
+        layer.truncate(layer.resolve(b"a"), 0, 9)
+    else:
+        write_file(layer, b"b", b"text")
+        layer.sync_directory(layer.root)
+    layer.close()
+    monkeypatch.setattr("moonclipfs.layers.journal.this_boot", lambda: b"otherboot".ljust(16))
+    layer = Layer.open(store, "test")
+    assert content(layer, b"a") == old
+    layer.sync_all()
+    assert len(staging_names(layer)) == 1
+    layer.close()
+
+
+def test_a_small_file_that_had_grown_when_the_process_was_killed(store: Store) -> None:
+    """Its file is new, and no record tells of it: the bytes in the journal count."""
+    layer = Layer.open(store, "test")
+    file = layer.open_file(make_file(layer, b"a"), write=True)
+    file.write(0, b"small", 1)
+    file.sync()
+    file.write(5, bytes(BIG), 2)
+    assert len(staging_names(layer)) == 1
+    layer.close()
+    layer = Layer.open(store, "test")
+    assert content(layer, b"a") == b"small" and layer.recovery.orphans == 1
+    layer.sync_all()
+    assert staging_names(layer) == []
+    layer.close()
 
 
 def test_stored_content_after_a_power_failure(layer: Layer, crash: Crash) -> None:
