@@ -1,8 +1,9 @@
 """Frames: pieces of bytes one behind the other in a file that only grows, each with its length and a check.
 
-A frame is a 12-byte header (magic, u32 length of the payload, u32 check) and the payload. The check is the CRC-32 of
-the frame's offset in the file, the length and the payload, with a salt of the file in front: a copy of a frame that
-lies inside the payload of another, or at another place, passes for none. Zeros behind the last frame are the end.
+A frame is a 12-byte header (u32 magic, u32 length of the payload, u32 check) and the payload. The check is the CRC-32
+of the frame's offset in the file, the length and the payload, with a salt of the file in front: a copy of a frame that
+lies inside the payload of another, or at another place, passes for none. The salt is in the magic too, so that payloads
+which others choose do not look like frames to who searches for them. Zeros behind the last frame are the end.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import BinaryIO, NamedTuple
 from moonclipfs import limits
 from moonclipfs.types import Buffer
 
-MAGIC = b"MCFR"
-HEADER = struct.Struct("<4sII")
+MAGIC = int.from_bytes(b"MCFR", "little")
+"""Exclusive-or with the salt."""
+HEADER = struct.Struct("<III")
 _PLACE = struct.Struct("<QI")
 _READ_BYTES = limits.MIB
 
@@ -32,7 +34,7 @@ class Frame(NamedTuple):
 def encode_frame(payload: Buffer, offset: int, salt: int = 0) -> bytes:
     """The bytes of a frame that stands at `offset` of its file. `payload` is not empty."""
     length = len(payload)
-    return HEADER.pack(MAGIC, length, _check(payload, offset, salt)) + payload
+    return HEADER.pack(MAGIC ^ salt, length, _check(payload, offset, salt)) + payload
 
 
 def _check(payload: Buffer, offset: int, salt: int) -> int:
@@ -46,7 +48,7 @@ def read_frame(file: BinaryIO, offset: int, salt: int = 0) -> Frame | None:
     if len(header) < HEADER.size:
         return None
     magic, length, check = HEADER.unpack(header)
-    if magic != MAGIC or not 0 < length <= limits.RECORD_BYTES:
+    if magic != MAGIC ^ salt or not 0 < length <= limits.RECORD_BYTES:
         return None
     payload = file.read(length)
     if len(payload) < length or _check(payload, offset, salt) != check:
@@ -72,20 +74,21 @@ def is_blank(file: BinaryIO, offset: int) -> bool:
 
 def find_frames(file: BinaryIO, offset: int, salt: int = 0) -> Iterator[Frame]:
     """Yield every whole frame that stands anywhere behind `offset`, whatever lies between them."""
-    while (at := _find_magic(file, offset)) is not None:
+    magic = (MAGIC ^ salt).to_bytes(4, "little")
+    while (at := _find(file, magic, offset)) is not None:
         frame = read_frame(file, at, salt)
         if frame is not None:
             yield frame
         offset = frame.end if frame is not None else at + 1
 
 
-def _find_magic(file: BinaryIO, offset: int) -> int | None:
+def _find(file: BinaryIO, magic: bytes, offset: int) -> int | None:
     file.seek(offset)
     kept = b""
     while data := file.read(_READ_BYTES):
         window = kept + data
-        if (found := window.find(MAGIC)) >= 0:
+        if (found := window.find(magic)) >= 0:
             return offset - len(kept) + found
         offset += len(data)
-        kept = window[-(len(MAGIC) - 1) :]
+        kept = window[-(len(magic) - 1) :]
     return None

@@ -71,9 +71,25 @@ def test_frames_behind_a_gap_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     data = join([b"one", b"two" * 9, b"three"])
     first = read_frame(io.BytesIO(data), 0)
     assert first is not None
-    torn = data[: first.end] + bytes([data[first.end] ^ 1]) + data[first.end + 1 :] + MAGIC + b"\xff" * 20 + MAGIC[:3]
+    torn = data[: first.end] + bytes([data[first.end] ^ 1]) + data[first.end + 1 :] + b"MCFR" + b"\xff" * 20 + b"MCF"
     assert payloads(torn) == [b"one"]
     assert [frame.payload for frame in find_frames(io.BytesIO(torn), first.end)] == [b"three"]
+
+
+def test_what_others_choose_does_not_look_like_a_frame() -> None:
+    """A torn tail full of magics, each with a length to its end, is searched without reading all behind each."""
+    asked = 0
+
+    class Counting(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            nonlocal asked
+            found = super().read(size)
+            asked += len(found)
+            return found
+
+    hostile = b"torn" + HEADER.pack(MAGIC, 1 << 20, 0) * 100_000
+    assert list(find_frames(Counting(hostile), 0, 12345)) == []
+    assert asked <= 2 * len(hostile)
 
 
 def test_a_length_is_checked_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
