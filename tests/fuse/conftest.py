@@ -107,7 +107,8 @@ def patched_server(store: Path, place: Path, patch: str) -> Iterator[Mounted]:
 
 
 def clear(mounted: Mounted) -> None:
-    """Take a mount away by force."""
+    """Take a mount away by force; what its server started ends by itself."""
+    children = children_of(mounted.pid)
     while (found := mount_at(str(mounted.path))) is not None and found.is_ours:
         subprocess.run(["fusermount3", "-uz", str(mounted.path)], check=True)
     try:
@@ -115,6 +116,24 @@ def clear(mounted: Mounted) -> None:
     except ProcessLookupError:
         pass
     runtime_path(str(mounted.path), "sock").unlink(missing_ok=True)
+    eventually(lambda: not any(is_running(pid) for pid in children), 30)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process started."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    except OSError:
+        return []  # it has ended
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that has ended, also when nobody has asked for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:

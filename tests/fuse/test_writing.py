@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually
+from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually, is_running
 from tests.fuse.sides import Sides
 from tests.layers.publish import publish
 
@@ -86,7 +86,7 @@ def test_what_was_written_is_there_after_a_remount(live: Mounted, mounter: Mount
     os.remove(live.path / "run1/a/empty")
     before = {name: os.lstat(live.path / "d" / name) for name in ("f", "g", "l")}
     subprocess.run(["fusermount3", "-u", live.path], check=True)
-    eventually(lambda: not Path(f"/proc/{live.pid}").exists(), 30)
+    eventually(lambda: not is_running(live.pid), 30)
     again = mounter(live.store, read_only=False)
     for name, status in before.items():
         now = os.lstat(again.path / "d" / name)
@@ -129,7 +129,7 @@ def test_r019_chmod_utime_and_replace_persist(live: Mounted, mounter: Mounter) -
     os.chmod(path, 0o640)
     os.utime(path, ns=(1, 2))
     subprocess.run(["fusermount3", "-u", live.path], check=True)
-    eventually(lambda: not Path(f"/proc/{live.pid}").exists(), 30)
+    eventually(lambda: not is_running(live.pid), 30)
     again = mounter(live.store, read_only=False)
     status = (again.path / "run1/a/model.bin").stat()
     assert (stat.S_IMODE(status.st_mode), status.st_mtime_ns, status.st_atime_ns) == (0o640, 2, 1)
@@ -505,7 +505,7 @@ def test_a_signal_unmounts_and_keeps_what_was_written(live: Mounted, mounter: Mo
     mapped = mmap.mmap(descriptor, 8192)
     mapped[:] = b"m" * 8192
     os.kill(live.pid, signal.SIGTERM)
-    eventually(lambda: not Path(f"/proc/{live.pid}").exists(), 30)
+    eventually(lambda: not is_running(live.pid), 30)
     assert errno_of(os.fsync, descriptor) == errno.ENOTCONN
     mapped.close()
     assert errno_of(os.close, descriptor) == errno.ENOTCONN
