@@ -74,6 +74,8 @@ def mounter(fuse: None, tmp_path: Path) -> Iterator[Mounter]:
     yield make
     for one in mounted:
         clear(one)
+    for one in mounted:  # what encodes for a server ends by itself
+        eventually(lambda store=one.store: not workers_of(store), 30)  # type: ignore[misc]
 
 
 PATCHED_SERVER = """
@@ -107,8 +109,7 @@ def patched_server(store: Path, place: Path, patch: str) -> Iterator[Mounted]:
 
 
 def clear(mounted: Mounted) -> None:
-    """Take a mount away by force; what its server started ends by itself."""
-    children = children_of(mounted.pid)
+    """Take a mount away by force."""
     while (found := mount_at(str(mounted.path))) is not None and found.is_ours:
         subprocess.run(["fusermount3", "-uz", str(mounted.path)], check=True)
     try:
@@ -116,16 +117,20 @@ def clear(mounted: Mounted) -> None:
     except ProcessLookupError:
         pass
     runtime_path(str(mounted.path), "sock").unlink(missing_ok=True)
-    eventually(lambda: not any(is_running(pid) for pid in children), 30)
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes that a process started."""
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    except OSError:
-        return []  # it has ended
+def workers_of(store: Path) -> list[int]:
+    """The processes that encode for mounts of a store."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"worker_main" in line and os.fsencode(store) in line:
+                found.append(int(entry.name))
+    return found
 
 
 def is_running(pid: int) -> bool:
