@@ -52,8 +52,10 @@ class Encoder:
         self._stepping = False
         """Whether the thread is at work, without the lock."""
         self._batch = Batch()
+        self._waited = 0
+        """How many callers wait for files."""
         self._urgent = 0
-        """How many callers wait for everything."""
+        """How many of them want all cores."""
         self._alone = 0
         """How many callers want nothing to be encoded."""
         self._stopping = threading.Event()
@@ -84,17 +86,20 @@ class Encoder:
             self._hurry()
             self._changed.notify_all()
 
-    def drain(self, inodes: Collection[Inode] | None = None, timeout: float | None = None) -> None:
+    def drain(
+        self, inodes: Collection[Inode] | None = None, timeout: float | None = None, *, urgent: bool = True
+    ) -> None:
         """Return when all that is staged now, or of these files, is stored, durable and journalled.
 
-        Takes all cores meanwhile. Files that are open for writing are left out. Raises the first error of a file that
-        cannot be stored, BusyError after `timeout` seconds.
+        Takes all cores meanwhile if `urgent`. Files that are open for writing are left out. Raises the first error of
+        a file that cannot be stored, BusyError after `timeout` seconds.
         """
         numbers = None if inodes is None else {inode.number for inode in inodes}
         with self._changed:
             if self._stopping.is_set():
                 raise BusyError("encoding was stopped")
-            self._urgent += 1
+            self._waited += 1
+            self._urgent += urgent
             try:
                 self._take(urgent=True, inodes=inodes)
                 tasks = [one for one in self._all() if numbers is None or one.job.inode in numbers]
@@ -105,7 +110,8 @@ class Encoder:
                     lambda: self._stopping.is_set() or all(one.done or one.error for one in tasks), timeout
                 )
             finally:
-                self._urgent -= 1
+                self._waited -= 1
+                self._urgent -= urgent
         for error in (one.error for one in tasks if one.error is not None):
             raise type(error)(*error.args)
         if not all(one.done for one in tasks):
@@ -118,10 +124,11 @@ class Encoder:
 
         Raises its errors, and BackendError (WorkerDiedError) when it died: try again.
         """
+        request = {"name": op, "arguments": arguments, "polite": op in _ALONE and not self._is_urgent()}
         if op not in _ALONE or arguments.get("preview"):
-            return self._running().ask("call", name=op, arguments=arguments)["value"]
+            return self._running().ask("call", **request)["value"]
         with self._nothing_else():
-            return self._running(reclaims=True).ask("call", name=op, arguments=arguments)["value"]
+            return self._running(reclaims=True).ask("call", **request)["value"]
 
     def status(self) -> dict[str, Any]:
         """Counts of files waiting, being encoded and encoded but not durable; staged bytes encoded so far; failures."""
@@ -204,7 +211,7 @@ class Encoder:
             return False
         if batch.bytes >= limits.ENCODE_BATCH_BYTES or self._alone:
             return True
-        if not self._waiting and self._is_urgent():
+        if not self._waiting and (self._waited or self._has_pressure()):
             return True
         return now - batch.began > limits.ENCODE_BATCH_SECONDS or now - batch.grew > limits.ENCODE_IDLE_SECONDS
 
@@ -240,7 +247,7 @@ class Encoder:
     def _next(self) -> Callable[[], object] | None:
         """What to do next, without the lock: end the batch, encode a chunk, or start the process; None for nothing."""
         try:
-            self._take(urgent=self._urgent > 0)
+            self._take()
             self._trouble = ""
         except Exception as error:
             if str(error) != self._trouble:

@@ -46,8 +46,10 @@ _WALK_SHARE = 20
 class Worker(Protocol):
     """What a seal needs of the encoder."""
 
-    def drain(self, inodes: Collection[Inode] | None = None, timeout: float | None = None) -> None:
-        """Store all that is staged, of these files."""
+    def drain(
+        self, inodes: Collection[Inode] | None = None, timeout: float | None = None, *, urgent: bool = True
+    ) -> None:
+        """Store all that is staged, of these files; with all cores if `urgent`."""
 
     def call(self, op: str, **arguments: Any) -> Any:
         """Run an operation that writes to the store."""
@@ -118,10 +120,14 @@ class Sealer:
 
     def _store_many(self, directory: Inode) -> None:
         """Encode first where many files are staged, so that a capture does not have to hold all their bytes."""
-        with self._layer.lock:
-            staged = [inode for inode in own_files(directory) if inode.content is not None and inode.content.is_staged]
+        staged = self._staged(directory)
         if len(staged) > limits.CAPTURED_FILES:
             self._encoder.drain(staged)
+
+    def _staged(self, directory: Inode) -> list[Inode]:
+        """The files below a directory that are not stored yet."""
+        with self._layer.lock:
+            return [inode for inode in own_files(directory) if inode.content is not None and inode.content.is_staged]
 
     def _wait_for_writers(self, path: bytes, directory: Inode) -> None:
         """The kernel tells of a close when it has returned to the program: what was closed just now may seem open."""
@@ -257,7 +263,10 @@ class Sealer:
             self._seal_unit(branch)
 
     def _seal_unit(self, branch: LayerBranch, *, incomplete: bool = False) -> None:
-        self._store_many(branch.inode)
+        # Nobody waits, so that all is encoded in the background's own time before.
+        staged = self._staged(branch.inode)
+        if staged:
+            self._encoder.drain(staged, urgent=False)
         metadata = self._metadata(branch.inode, {}, automatic=True, incomplete=incomplete)
         capture = self._layer.captures.take(branch.inode, metadata)
         version = self._publish_one(capture)

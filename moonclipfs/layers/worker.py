@@ -78,7 +78,7 @@ class Worker:
         if op == "urgent":
             return
         work: Callable[[Mapping[str, Any]], Mapping[str, Any]] = getattr(self, f"_do_{op}")
-        polite = not self._urgent and op != "call"
+        polite = message["polite"] if op == "call" else not self._urgent
         # Each request has a new thread: one that was made polite stays so.
         thread = threading.Thread(target=self._answer, args=(work, message, polite), name=op, daemon=True)
         self._busy = {one for one in self._busy if one.is_alive()} | {thread}

@@ -24,7 +24,9 @@ class LocalEncoder:
         self.layer = layer
         self.calls: list[dict[str, Any]] = []
 
-    def drain(self, inodes: Collection[Inode] | None = None, timeout: float | None = None) -> None:
+    def drain(
+        self, inodes: Collection[Inode] | None = None, timeout: float | None = None, *, urgent: bool = True
+    ) -> None:
         encode(self.layer, *self.layer.take_jobs(time.monotonic(), urgent=True, inodes=inodes))
 
     def call(self, op: str, **arguments: Any) -> Any:

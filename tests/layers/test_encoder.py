@@ -388,6 +388,14 @@ def test_background_threads_are_polite_and_urgent_ones_are_not(
     assert nices(tasks).count(0) > len(os.sched_getaffinity(0)), "the main thread, and one for each core"
 
 
+def test_who_waits_without_hurry_gets_it_politely(store: Store, layer: StubLayer, encoder: Encoder) -> None:
+    job = layer.add(noise(1))
+    encoder.drain(urgent=False)
+    assert job.number in layer.results
+    tasks = nices(Path(f"/proc/{encoder.status()['pid']}/task"))
+    assert tasks.count(10) == max(1, len(os.sched_getaffinity(0)) // 4)
+
+
 def nices(tasks: Path) -> list[int]:
     found = []
     for task in tasks.iterdir():

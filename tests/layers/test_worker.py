@@ -230,16 +230,16 @@ def ask(channel: Channel, **message: Any) -> dict[str, Any]:
 
 def test_operations_are_called_by_name(store: Store, inner: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, __name__, sys.modules[echo.__module__])
-    answer = ask(inner, op="call", name="echo", arguments={"path": b"\xff", "n": (1, 2)})
+    answer = ask(inner, op="call", polite=False, name="echo", arguments={"path": b"\xff", "n": (1, 2)})
     assert answer["value"] == {"store": os.fspath(store.path), "long": b"", "path": b"\xff", "n": (1, 2)}
-    failed = error_of(ask(inner, op="call", name="echo", arguments={"fail": "full"}))
+    failed = error_of(ask(inner, op="call", polite=False, name="echo", arguments={"fail": "full"}))
     assert (type(failed), str(failed)) == (NoSpaceError, "full")
-    assert type(error_of(ask(inner, op="call", name="no", arguments={}))) is UsageError
+    assert type(error_of(ask(inner, op="call", polite=False, name="no", arguments={}))) is UsageError
 
 
 def test_an_answer_that_is_too_long_is_an_error(inner: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WIRE_BYTES", 1000)
-    failed = error_of(ask(inner, op="call", name="echo", arguments={"grow": 2000}))
+    failed = error_of(ask(inner, op="call", polite=False, name="echo", arguments={"grow": 2000}))
     assert type(failed) is LimitError
 
 
