@@ -245,9 +245,6 @@ class Lookup(Core):
             inode.sealed = version.sequence
         return inode
 
-    def _snapshot_number(self, version: Version) -> int:
-        return inode_number(self.id, b"snapshot", b"%d" % version.sequence)
-
     def _passage(self, directory: Inode, name: bytes, path: bytes) -> Inode:
         """A directory that longer names pass through: one that shows through from below, or else one for them alone."""
         try:
@@ -309,12 +306,20 @@ class Lookup(Core):
                     return inode, salt
                 if group[1] and inode.links and inode.group == group[1] and inode.lower and inode.lower[0] == group[0]:
                     break
-                if not (inode.own or inode.links or inode.handles or inode.content):
-                    break  # it was dropped, and is back
+                if not (inode.own or inode.handles or inode.content or self._is_shown(inode)):
+                    break  # it was somewhere else before
             salt += 1
         if not inode.own:
             inode.links.add(link)
         return inode, salt
+
+    def _is_shown(self, inode: Inode) -> bool:
+        """Whether an inode stands where its links say; those that are not so any more are taken away."""
+        for directory, name in list(inode.links):
+            alive = directory is self.root or (directory.links if directory.own else self._is_shown(directory))
+            if not alive or self._find(directory, name) is not inode:
+                inode.links.discard((directory, name))
+        return bool(inode.links)
 
     # What stat says
 

@@ -65,23 +65,12 @@ class NameSync(Lookup):
         with self.lock:
             for record in records():
                 self.record(record)
-            self._let_go(changes)
             self.view = view
             self.state.names_version += 1
             self._drop_clean(changes)
             self._changed_names.update(dict.fromkeys(changes))
         # Only now: what is adopted from here on is named by this view, or by a journal that gc reads.
         self.store.saw(names)
-
-    def _let_go(self, changes: list[tuple[bytes, bytes]]) -> None:
-        """Take the names from roots of snapshots that are bound elsewhere now, or not any more."""
-        leaves = self.view.area(Area.LIVE).leaves
-        for path, name in changes:
-            leaf = leaves.get(join(path, name))
-            if isinstance(leaf, Version):
-                inode = self.state.find(self._snapshot_number(leaf))
-                if inode is not None and not inode.own:
-                    inode.links.clear()
 
     def _affected(self) -> Iterator[tuple[Inode, bytes]]:
         with self.lock:
