@@ -175,3 +175,26 @@ def test_any_bytes_are_refs_or_damage(data: bytes) -> None:
         assert all(isinstance(kind, Kind) and len(one) == 32 for kind, one in record_refs(segments.RECORD + data))
     except CorruptError:
         pass
+
+
+@hypothesis.given(st.data())
+def test_a_segment_that_was_changed_anywhere_is_damaged_or_ends_there(data: st.DataObject) -> None:
+    """Nothing but the two errors comes of it, and no frame that was not written."""
+    frames = [encode_mark(0)]
+    for payload in data.draw(st.lists(st.binary(max_size=30), max_size=5)):
+        frames += [segments.RECORD + payload, encode_mark(data.draw(st.integers(0, 300)))]
+    whole = segment(*frames)
+    changed = bytearray(whole + bytes(data.draw(st.integers(0, 40))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(changed) - 1))
+        piece = data.draw(st.binary(min_size=1, max_size=12))
+        changed[at : at + len(piece)] = piece
+    file = io.BytesIO(bytes(changed[: data.draw(st.integers(0, len(changed)))]))
+    try:
+        found = measure_segment(file, Path("journal/1.log"))
+    except (CorruptError, FormatVersionError) as error:
+        assert "1.log" in str(error)
+        return
+    records = [frame.payload for frame in segments.record_payloads(file, found)]
+    written = [payload for payload in frames if payload.startswith(segments.RECORD)]
+    assert records == written[: len(records)] and found.committed <= found.end

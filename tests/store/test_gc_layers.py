@@ -11,6 +11,7 @@ import pytest
 
 from moonclipfs.errors import CorruptError, FormatVersionError, MissingObjectError
 from moonclipfs.layers.journal import Journal
+from moonclipfs.layers.layer import Layer as RealLayer
 from moonclipfs.layers.records import Counters, Make
 from moonclipfs.store import gc
 from moonclipfs.store.backend import FileOps
@@ -327,3 +328,38 @@ def test_reports_count_what_layers_need(store: Store, layer: Layer) -> None:
     assert (found.layers.objects, found.dead) == (2, 0) and found.layers.raw > 20_000
     parts = [found.full, found.delta, found.trees, found.only_bases, found.layers]
     assert sum(part.stored for part in parts) + found.dead + found.overhead == found.pack_bytes
+
+
+def test_gc_beside_a_real_layer(store: Store, tmp_path: Path) -> None:
+    """A file is encoded, and in no snapshot: gc keeps it over a remount, and takes it when it was removed."""
+    with Store.open(store.path, write=True, index_path=tmp_path / "own.sqlite") as own:
+        tree = RealLayer.open(own, "real")
+        file = tree.make(tree.root, b"f", EntryType.FILE, 0o644, 0, 0, 7)
+        handle = tree.open_file(file, write=True)
+        handle.write(0, noise(1, 200_000), 7)
+        handle.close()
+        (job,) = tree.take_jobs(0.0, urgent=True)
+        with own.ingest() as ingest:
+            recipe, size, _ = ingest.put_file(BytesSource(noise(1, 200_000)))
+            ingest.complete([(Kind.RECIPE, recipe)])
+            tree.stored(job, recipe, size)
+        tree.sync_all()
+        collect(store, wait_seconds=0.0)
+        tree.refresh(8)
+        collect(store, wait_seconds=0.0)
+        tree.close()
+        tree = RealLayer.open(own, "real")
+        collect(store, wait_seconds=0.0)
+        tree.refresh(8)
+        collect(store, wait_seconds=0.0)
+        file = tree.lookup(tree.root, b"f")
+        handle = tree.open_file(file, write=False)
+        assert handle.read(0, 200_000) == noise(1, 200_000)
+        handle.close()
+        tree.unlink(tree.root, b"f", 8)
+        tree.files.checkpoint()
+        assert collect(store, wait_seconds=0.0).waiting_packs == 1
+        tree.refresh(9)
+        collect(store, wait_seconds=0.0)
+        assert packs(store) == set()
+        tree.close()
