@@ -198,10 +198,16 @@ class Encoder:
         """Whether the file of a task was deleted meanwhile, or stored otherwise: then nothing is left to do for it."""
         if self._layer.files.jobs.is_wanted(task.job):
             return False
-        self._layer.give_up(task.job, "the file is gone")
+        self._give_up(task, "the file is gone")
         task.error, task.done = None, True
         self._changed.notify_all()
         return True
+
+    def _give_up(self, task: Task, message: str) -> None:
+        try:
+            self._layer.give_up(task.job, message)
+        except MoonclipError as error:
+            log.warning("%s: its staging cannot be given back: %s", task.name, error)
 
     def _batch_is_due(self) -> bool:
         batch, now = self._batch, time.monotonic()
@@ -245,16 +251,21 @@ class Encoder:
                 self._changed.notify_all()
 
     def _next(self) -> Callable[[], object] | None:
-        """What to do next, without the lock: end the batch, encode a chunk, or start the process; None for nothing."""
+        """What to do next, without the lock; None for nothing. What goes wrong here is tried again, whatever it is."""
         try:
-            self._take()
+            step = self._choose()
             self._trouble = ""
+            return step
         except Exception as error:
             if str(error) != self._trouble:
-                log.warning(
-                    "cannot tell what is to be encoded: %s", error, exc_info=not isinstance(error, MoonclipError)
-                )
+                ours = isinstance(error, MoonclipError)
+                log.warning("cannot tell what is to be encoded: %s", error, exc_info=not ours)
             self._trouble = str(error)
+            return None
+
+    def _choose(self) -> Callable[[], object] | None:
+        """End the batch, encode a chunk, or start the process."""
+        self._take()
         process, now = self._batch.process, time.monotonic()
         if process is not None and process.death is not None:
             self._begin_again(self._take_batch().tasks, process.death)
@@ -358,7 +369,7 @@ class Encoder:
                 if self._is_gone(task):
                     continue
                 log.warning("%s is not encoded yet, and stays staged: %s", task.name, error)
-                self._layer.give_up(task.job, str(error))
+                self._give_up(task, str(error))
                 wait = limits.ENCODE_RETRY_SECONDS * 2 ** min(task.attempts, 16)
                 task.attempts += 1
                 task.due = time.monotonic() + min(wait, limits.ENCODE_RETRY_MOST_SECONDS) if again else float("inf")

@@ -396,6 +396,26 @@ def test_who_waits_without_hurry_gets_it_politely(store: Store, layer: StubLayer
     assert tasks.count(10) == max(1, len(os.sched_getaffinity(0)) // 4)
 
 
+def test_what_goes_wrong_in_the_layer_is_told_once_and_tried_again(
+    store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_log("cannot tell what is to be encoded: 'oops'")
+    take, calls = layer.take_jobs, [0]
+
+    def taking(*arguments: object, **options: object) -> list[Job]:
+        calls[0] += 1
+        if calls[0] < 4:
+            raise KeyError("oops")
+        return take(0.0)
+
+    monkeypatch.setattr(layer, "take_jobs", taking)
+    job = layer.add(noise(1))
+    encoder.wake()
+    wait_for(lambda: calls[0] > 3)
+    encoder.drain()
+    assert job.number in layer.results
+
+
 def nices(tasks: Path) -> list[int]:
     found = []
     for task in tasks.iterdir():
