@@ -396,16 +396,20 @@ class Sealer:
             layer.captures.show_foreign(directory, list(answer["foreign"]))
 
     def _follow(self, capture: Capture, path: bytes, found: list[Version | None]) -> None:
-        """Where the directory was renamed while it was published, its name goes along."""
+        """Where the directory was renamed or removed while it was published, its name goes along."""
         layer, version = self._layer, found[-1]
         with layer.lock:
             now = self._path(capture)
-        if now is None or now == path or version is None:
+        if now == path or version is None or version.removed:
             return
         try:
-            layer.store.log.move(os.fsdecode(path), os.fsdecode(now))
+            if now is None:
+                layer.store.log.unbind([version.path])
+            else:
+                layer.store.log.move(os.fsdecode(path), os.fsdecode(now))
         except MoonclipError as error:
-            log.warning("/%s was renamed while it was sealed; its snapshot keeps that name: %s", version.path, error)
+            what = "removed" if now is None else "renamed"
+            log.warning("/%s was %s while it was sealed; its snapshot keeps that name: %s", version.path, what, error)
             return
         layer.adopt_newest(time.time_ns(), lambda names: found.append(_version(names, version.sequence)))
 

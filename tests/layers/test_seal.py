@@ -254,6 +254,31 @@ def test_a_directory_removed_before_publishing_is_kept_as_a_version(store: Store
     assert layer.staging.used == 0
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_directory_removed_while_it_is_published_does_not_come_back(
+    store: Store, layer: Layer, sealer: Sealer, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    put(layer, "run/a/x", b"0")
+    if again:
+        sealer.seal(b"run/a")
+        put(layer, "run/a/x", b"1")
+    call = LocalEncoder.call
+
+    def slow(encoder: LocalEncoder, op: str, **arguments: Any) -> Any:
+        answer = call(encoder, op, **arguments)
+        layer.unlink(layer.resolve(b"run/a"), b"x", 5)
+        layer.rmdir(layer.resolve(b"run"), b"a", 6)
+        return answer
+
+    monkeypatch.setattr(LocalEncoder, "call", slow)
+    version = sealer.seal(b"run/a")
+    assert version is not None and version.removed
+    layer.push_names()
+    layer.refresh(9)
+    assert names(store) == {} and tree(layer) == {}
+    assert len(store.names().versions("run/a")) == 1 + again
+
+
 def test_a_removed_snapshot_made_again_starts_afresh(store: Store, layer: Layer, sealer: Sealer) -> None:
     put(layer, "run/a/x", b"1")
     put(layer, "run/a/y", b"1")
