@@ -165,12 +165,14 @@ class Journal:
         self._require_usable()
         frame = encode_frame(payload, self._end, self._header.salt)
         self._make_room(len(frame), spared)
+        written = 0
         try:
-            with os_errors(f"write the journal {self.directory}"):
-                self._write_all(self._fd, frame, self._end)
-        except MoonclipError:
-            self._wipe(len(frame))
-            raise
+            while written < len(frame):
+                written += self._ops.pwrite(self._fd, memoryview(frame)[written:], self._end + written)
+        except OSError as error:
+            failure = from_os_error(error, f"write the journal {self.directory}")
+            self._wipe(written if isinstance(failure, NoSpaceError) else len(frame))
+            raise failure from error
         self._end += len(frame)
 
     def _write_all(self, fd: int, data: Buffer, offset: int) -> None:
@@ -184,8 +186,8 @@ class Journal:
         """Leave nothing of a frame that was not written whole: the next one may be shorter."""
         try:
             with os_errors(f"write the journal {self.directory}"):
-                if os.fstat(self._fd).st_size > self._end:
-                    self._write_all(self._fd, bytes(length), self._end)
+                length = min(length, os.fstat(self._fd).st_size - self._end)
+                self._write_all(self._fd, bytes(max(length, 0)), self._end)
         except MoonclipError as error:
             self._failure = error
 

@@ -226,6 +226,26 @@ def test_half_a_record_leaves_nothing(case: Case) -> None:
     assert case.read() == [make(5), Remove(1, b"n", 0, 7)]
 
 
+def test_a_disk_that_refuses_what_it_had_promised_does_not_end_the_journal(case: Case) -> None:
+    """As file systems that copy on write do: preallocated space is none for them."""
+
+    class Ops(HookedOps):
+        full = False
+
+        def before(self, name: str, arguments: tuple[object, ...]) -> None:
+            if name == "pwrite" and self.full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ops = Ops()
+    journal, _ = case.open(ops)
+    ops.full = True
+    with pytest.raises(NoSpaceError):
+        journal.append(make(5))
+    ops.full = False
+    journal.append(make(6))
+    assert case.read() == [make(6)]
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_failing_call_leaves_old_or_new(tmp_path: Path, code: int) -> None:
     failed = 0
