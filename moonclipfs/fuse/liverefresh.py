@@ -25,6 +25,8 @@ class LiveRefresher(Refresher):
         self._operations = operations
         self._layer = operations.layer
         self._tree = operations.tree
+        self._affected: list[tuple[Inode, bytes]] = []
+        """Names that meant something else for a while, too: the kernel may have looked just then."""
 
     async def _refresh(self) -> None:
         before = self._tree.view
@@ -34,7 +36,8 @@ class LiveRefresher(Refresher):
             self._operations.handles.move_on(view.sequence, view.keeps)
             self._operations.move_on(view.sequence)
             self._holds.unpin(before.sequence)
-            live = await trio.to_thread.run_sync(lambda: list(self._changed(before, view)))
+            affected, self._affected = self._affected, []
+            live = await trio.to_thread.run_sync(lambda: list(self._changed(affected, before, view)))
             beside = await trio.to_thread.run_sync(
                 lambda: list(self._tree.changed(before, (Area.VERSIONS, Area.LATEST)))
             )
@@ -53,20 +56,18 @@ class LiveRefresher(Refresher):
         """
         self._holds.sweep()
         self._keep_lease()
-        self._layer.refresh(time.time_ns())
+        self._affected += self._layer.refresh(time.time_ns())
         view = self._layer.view
-        if view.sequence == self._tree.view.sequence:
+        if view.sequence == self._tree.view.sequence and not self._affected:
             return None
         self._holds.add(view.sequence)
         return view
 
-    def _changed(self, before: View, view: View) -> Iterator[tuple[int, bytes]]:
-        """The names that stand for something else than in the view `before`, those that the kernel may know."""
-        for path, name in view.area(Area.LIVE).changes(before.area(Area.LIVE)):
-            try:
-                directory = self._layer.resolve(path)
-            except MoonclipError:
-                continue  # the directory went away with it: then its own name is among the changes
+    def _changed(self, affected: list[tuple[Inode, bytes]], before: View, view: View) -> Iterator[tuple[int, bytes]]:
+        """The `affected` names, and those that stand for something else than in the view `before`, as far as the
+        kernel may know them.
+        """
+        for directory, name in {*affected, *self._between(before, view)}:
             try:
                 own = self._layer.lookup(directory, name).own
             except MoonclipError:
@@ -74,6 +75,13 @@ class LiveRefresher(Refresher):
             # What the layer has of its own goes before names, as it did: whoever works in it is not to be disturbed.
             if directory.number in self._operations.known and not own:
                 yield directory.number, name
+
+    def _between(self, before: View, view: View) -> Iterator[tuple[Inode, bytes]]:
+        for path, name in view.area(Area.LIVE).changes(before.area(Area.LIVE)):
+            try:
+                yield self._layer.resolve(path), name
+            except MoonclipError:
+                continue  # the directory went away with it: then its own name is among the changes
 
     def _links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
         with self._layer.lock:

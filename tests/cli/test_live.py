@@ -138,7 +138,8 @@ def test_a_read_only_mount_has_nothing_to_tell(run: Run, filled: Path, tmp_path:
         assert run("umount", place).code == 0
 
 
-def test_restore_and_clone_in_a_mount(run: Run, mounted: Path) -> None:
+def test_restore_in_a_mount(run: Run, mounted: Path) -> None:
+    """A restored version is the newest one of its name, and what was the newest before stays a version."""
     config = mounted / "run1" / "step-1" / "config.json"
     config.write_text('{"step": "other"}')
     assert run("seal", mounted / "run1" / "step-1").out == "run1/step-1@2\n"
@@ -148,14 +149,34 @@ def test_restore_and_clone_in_a_mount(run: Run, mounted: Path) -> None:
     assert (done.code, done.out) == (0, "old/one@1\n")
     eventually(lambda: (mounted / "old" / "one").exists())
     assert json.loads((mounted / "old" / "one" / "config.json").read_text()) == {"step": "other"}
+
+
+def test_what_is_open_outlives_a_restore(run: Run, mounted: Path) -> None:
+    """A restored directory has new files: what is open goes on as it was."""
+    config = mounted / "run1" / "step-1" / "config.json"
+    config.write_text("second")
+    assert run("seal", mounted / "run1" / "step-1").code == 0
+    with open(config) as file:
+        before = config.stat().st_ino
+        assert run("restore", mounted / "run1" / "step-1@1").code == 0
+        eventually(lambda: config.read_text() == '{"step": 1}')
+        assert file.read() == "second"
+        assert config.stat().st_ino != before == os.fstat(file.fileno()).st_ino
+
+
+def test_clone_in_a_mount(run: Run, mounted: Path, filled: Path) -> None:
+    """A clone shares every byte with its source, and each changes apart."""
+    before = sorted(path.name for path in (filled / "packs").iterdir())
     assert run("clone", mounted / "run1" / "step-2", mounted / "tune" / "start").out == "tune/start@1\n"
     eventually(lambda: (mounted / "tune" / "start").exists())
+    assert sorted(path.name for path in (filled / "packs").iterdir()) == before
     (mounted / "tune" / "start" / "config.json").write_text("mine")
     assert (mounted / "run1" / "step-2" / "config.json").read_text() == '{"step": 2}'
     assert run("clone", mounted / "run1" / "step-2", "/outside").code == 2
 
 
 def test_restore_keeps_what_was_written_since_the_last_seal(run: Run, mounted: Path) -> None:
+    """What was written since the last seal becomes a version before an older one is restored."""
     config = mounted / "run1" / "step-1" / "config.json"
     config.write_text("unsealed")
     assert run("restore", mounted / "run1" / "step-1@1").out == "run1/step-1@3\n"
@@ -166,6 +187,7 @@ def test_restore_keeps_what_was_written_since_the_last_seal(run: Run, mounted: P
 
 
 def test_names_that_live_files_have_are_taken(run: Run, mounted: Path) -> None:
+    """No restore and no clone takes a name at which live files lie."""
     (mounted / "mine").mkdir()
     (mounted / "file").write_text("x")
     for name in ("mine", "file", "run1/step-2"):
@@ -174,13 +196,10 @@ def test_names_that_live_files_have_are_taken(run: Run, mounted: Path) -> None:
     assert run("clone", mounted / "run1" / "step-1", mounted / "file" / "below").code == 1
 
 
-def test_what_is_removed_is_gone_for_all_within_a_second(run: Run, mounted: Path, filled: Path) -> None:
+def test_what_was_removed_comes_back(run: Run, mounted: Path, filled: Path) -> None:
+    """What is removed in one mount is gone in the store within a second, and comes back by restore."""
     subprocess.run(["rm", "-r", mounted / "run1"], check=True)
     eventually(lambda: names(run, filled) == ["other"], 1.5)
-
-
-def test_what_was_removed_comes_back(run: Run, mounted: Path, filled: Path) -> None:
-    subprocess.run(["rm", "-r", mounted / "run1" / "step-1"], check=True)
     assert run("restore", mounted / "run1" / "step-1").out == "run1/step-1@2\n"
     assert "run1/step-1" in names(run, filled)
     eventually(lambda: (mounted / "run1" / "step-1" / "config.json").exists())
@@ -226,6 +245,7 @@ def test_an_evaluator_in_a_loop(mounted: Path, filled: Path, tmp_path: Path) -> 
 
 
 def test_run_stores_what_the_command_wrote(run: Run, filled: Path, tmp_path: Path) -> None:
+    """What the command of `run` wrote is stored and sealed before `run` returns, and what could not be is told."""
     script = (
         'mkdir -p "$MOONCLIPFS_MOUNT/run9" && cp -r "$0/step-2" "$MOONCLIPFS_MOUNT/run9/step-1" && '
         'echo loose > "$MOONCLIPFS_MOUNT/loose"; exit 4'

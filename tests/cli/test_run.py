@@ -94,6 +94,7 @@ def ready(process: subprocess.Popen[str]) -> str:
 
 
 def test_the_command_has_the_mount_and_nobody_else(start: Start, tmp_path: Path) -> None:
+    """The mount of `run` is seen by its command alone, and is gone when that has ended, however it ended."""
     process = start(
         'cat "$MOONCLIPFS_MOUNT/run1/step-2/config.json"; echo; echo "$MOONCLIPFS_MOUNT"; read -r _; exit 7'
     )
@@ -158,6 +159,7 @@ def test_signals_go_to_the_command(start: Start, number: signal.Signals) -> None
 
 
 def test_a_scheduler_that_signals_everybody_does_not_take_the_mount_away(start: Start) -> None:
+    """Signals to `run` reach the command; signals to all processes leave the mount in place."""
     script = "trap : TERM; echo ready; read -r _; test -e $MOONCLIPFS_MOUNT/other/other.bin && echo there"
     process = start(script)
     assert ready(process) == "ready"

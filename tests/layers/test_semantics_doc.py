@@ -15,9 +15,9 @@ def promises() -> list[str]:
 
 
 def stated() -> set[str]:
-    """First lines of the docstrings of all tests of the tree and the mount."""
+    """First lines of the docstrings of all tests of the tree, the mount and the commands."""
     found = set()
-    for room in ("layers", "fuse"):
+    for room in ("layers", "fuse", "cli"):
         for path in (ROOT / "tests" / room).glob("test_*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
