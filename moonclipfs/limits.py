@@ -148,6 +148,10 @@ STAGING_FILES = 256
 """Staging files that are open at one time."""
 JOURNAL_SEGMENT_BYTES = 64 * MIB
 """A journal longer than this, and than twice what a fresh one would take, is written anew."""
+JOURNAL_BYTES = 1 * GIB
+"""A journal longer than this is written anew even if much is staged in it, which takes long."""
+REWRITE_STAGED_BYTES = 16 * MIB
+"""Staged in a journal that is written anew before that."""
 JOURNAL_RESERVE_BYTES = 8 * MIB
 """Preallocated past the end of the journal, so that names can be changed and removed on a full disk."""
 JOURNAL_STEP_BYTES = 4 * MIB

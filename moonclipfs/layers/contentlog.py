@@ -191,20 +191,23 @@ class ContentLog:
                 synced = False
         if pending is not None and pending.replaced and content_of(inode).recipe != NO_ID:
             # Part of a content that is being written is stored already: that must not be reclaimed.
-            stored = Stored(inode.number, 0, content_of(inode).recipe, content_of(inode).size)
+            stored = Stored(inode.number, 0, content_of(inode).recipe, 0)
             yield stored, contents_refs(stored)
 
     def settle(self) -> None:
         """Before a journal is written anew: sync what was written since the last sync, so that it may say all.
 
-        Called under the lock right after `sync_all`, when that is little.
+        Called without the lock first, and then under it, when that is little.
         """
-        for inode, pending in self._pending.items():
-            generations = _generations(pending.synced_state or pending.journalled_state)
-            if pending.synced_state is None and not pending.replaced:
-                generations = set(content_of(inode).generations())
-            for generation in generations:
-                generation.sync()
+        generations: set[Generation] = set()
+        with self._layer.lock:
+            for inode, pending in self._pending.items():
+                if pending.synced_state is None and not pending.replaced:
+                    generations.update(content_of(inode).generations())
+                else:
+                    generations |= _generations(pending.synced_state or pending.journalled_state)
+        for generation in generations:
+            generation.sync()
 
     def rewritten(self) -> None:
         """The journal was written anew with `records` of every file."""

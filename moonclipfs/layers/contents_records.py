@@ -112,7 +112,8 @@ class ContentReplay:
     def stored(self, record: Stored) -> None:
         """A frozen content is encoded: a record of contents follows where the file still has it."""
         self._state.generations = max(self._state.generations, record.generation)
-        self.sizes[record.recipe] = record.size
+        if record.generation:
+            self.sizes[record.recipe] = record.size
 
     def _part(self, part: Sequence[int], data: Iterable[tuple[int, int, bytes]]) -> Part:
         offset, length, kind, number = part

@@ -85,15 +85,20 @@ class Files:
     def sync_all(self) -> None:
         """Make durable what was closed, and keep the journal short. Raises NoSpaceError, BackendError."""
         self.log.sync_all()
-        while self.orphans:
-            self.layer.staging.remove(self.orphans[-1])
-            self.orphans.pop()
-        if self.layer.journal.wants_rewrite:
+        with self.layer.lock:
+            while self.orphans:
+                self.layer.staging.remove(self.orphans[-1])
+                self.orphans.pop()
+        journal = self.layer.journal
+        # Bytes that are staged in the journal are soon stored: to copy them would only take time.
+        is_cheap = self.layer.staging.in_memory <= limits.REWRITE_STAGED_BYTES
+        if journal.wants_rewrite and (is_cheap or journal.size > limits.JOURNAL_BYTES):
             self.checkpoint()
 
     def checkpoint(self) -> None:
         """Write the journal anew, with the state as it is. Raises NoSpaceError, BackendError."""
         self.log.sync_all()
+        self.log.settle()
         with self.layer.lock:
             self.log.settle()
             ready = self.log.disposal.begin()

@@ -341,6 +341,11 @@ class Staging:
             self.ops.unlink(path)
 
     @property
+    def in_memory(self) -> int:
+        """Bytes staged in memory, and so in the journal."""
+        return self._in_memory
+
+    @property
     def full(self) -> bool:
         """Whether nothing more is admitted."""
         return self.used >= self.limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -374,3 +375,43 @@ def test_the_journal_learns_of_contents_at_closes_not_at_writes(layer: Layer, mo
     file.flush()
     file.close()
     assert sum(isinstance(record, Contents) for record in records) == 1
+
+
+def test_a_journal_full_of_staged_bytes_is_not_copied(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "JOURNAL_SEGMENT_BYTES", 10_000)
+    monkeypatch.setattr(limits, "REWRITE_STAGED_BYTES", 50_000)
+    for number in range(20):
+        write_file(layer, b"%d" % number, os.urandom(4096))
+    layer.sync_all()
+    assert layer.journal.size > 80_000
+    encode(layer, *layer.take_jobs(0.0, urgent=True))
+    layer.sync_all()
+    assert layer.journal.size < 20_000
+
+
+def test_a_journal_that_is_written_anew_waits_for_no_large_sync_under_the_lock(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written in place all the time is synced before, so that little is left then."""
+    inode = write_file(layer, b"a", os.urandom(BIG))
+    layer.sync_all()
+    file = layer.open_file(inode, write=True)
+    file.write(0, os.urandom(BIG), 2)
+    held: list[bool] = []
+    original = layer.staging.ops.fdatasync
+
+    def try_lock() -> None:
+        held.append(not layer.lock.acquire(timeout=1))
+        if not held[-1]:
+            layer.lock.release()
+
+    def fdatasync(fd: int) -> None:
+        thread = threading.Thread(target=try_lock)
+        thread.start()
+        thread.join()
+        original(fd)
+
+    monkeypatch.setattr(layer.staging.ops, "fdatasync", fdatasync)
+    layer.files.checkpoint()
+    assert held and not any(held)
+    file.close()
