@@ -17,7 +17,7 @@ from moonclipfs.errors import UsageError
 from moonclipfs.store.compare import Change, DiffReport, FileDiff, TensorDiff, TensorPlace, diff
 from moonclipfs.store.sides import Side, path_side, store_side
 from moonclipfs.store.store import Store
-from moonclipfs.store.target import locate, parse_target, stored_at
+from moonclipfs.store.target import is_unsealed, locate, parse_target, stored_at
 
 
 @click.command("diff")
@@ -29,7 +29,9 @@ from moonclipfs.store.target import locate, parse_target, stored_at
 def command(left: str, right: str, expect_unchanged: tuple[str, ...], show_all: bool, as_json: bool) -> int:
     """Compare LEFT with RIGHT: snapshots, paths inside them, or plain files and directories, in any formats.
 
-    Tensors are matched by name. Those that both sides keep as the same objects are known to be equal and not read.
+    What was written in a mount and is not sealed is read like plain files. Tensors are matched by name. Those that both
+    sides keep as the same objects are known to be equal and not read.
+
     Exit code 0 when nothing differs, else 1; with --expect-unchanged, 1 only when a tensor that it matches differs.
 
     \b
@@ -59,7 +61,7 @@ def command(left: str, right: str, expect_unchanged: tuple[str, ...], show_all: 
 
 
 def _side(text: str, stack: ExitStack, stores: list[Store]) -> Side:
-    if os.path.lexists(text) and stored_at(text) is None and not text.startswith(":"):
+    if os.path.lexists(text) and not text.startswith(":") and (stored_at(text) is None or is_unsealed(text)):
         return path_side(Path(text))
     target = parse_target(text, default_store())
     store = next((store for store in stores if same_path(store.path, target.store)), None)

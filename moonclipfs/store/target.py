@@ -115,6 +115,12 @@ def mounted(path: str | os.PathLike[str]) -> Target | None:
     return Target(Path(store), "/".join([f"{snapshot}@{version}", *inside]))
 
 
+def is_unsealed(path: str | os.PathLike[str]) -> bool:
+    """Whether what a mount shows at `path` is in no version as it is: written since, or above the snapshots."""
+    real = os.path.realpath(path)
+    return _xattr(real, XATTR_STORE) is not None and _xattr(real, XATTR_SNAPSHOT) is None
+
+
 def _below_mount(path: str) -> str:
     """The prefix of names that a directory of a mount shows: virtual ones (`@versions`) stand for all."""
     parts: list[str] = []

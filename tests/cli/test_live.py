@@ -83,6 +83,15 @@ def test_write_seal_flush_status(run: Run, mounted: Path, filled: Path) -> None:
     assert about["encoder"]["encoded_bytes"] > 200_000
 
 
+def test_diff_sees_what_is_not_sealed(run: Run, mounted: Path, tmp_path: Path) -> None:
+    checkpoint(mounted / "run2" / "step-1", 5)
+    assert run("diff", mounted / "run2" / "step-1", tmp_path / "src" / "step-2").code == 1
+    assert run("diff", mounted / "run1" / "step-2", tmp_path / "src" / "step-2").code == 0
+    (mounted / "run1" / "step-2" / "config.json").write_text("{}")
+    done = run("diff", mounted / "run1" / "step-2", mounted / "@versions" / "run1" / "step-2" / "1")
+    assert (done.code, "config.json" in done.out) == (1, True)
+
+
 def test_from_python(run: Run, mounted: Path, filled: Path) -> None:
     checkpoint(mounted / "run2" / "step-1", 5)
     assert moonclipfs.seal(mounted / "run2" / "step-1") == "run2/step-1@1"
