@@ -24,7 +24,7 @@ from moonclipfs import limits
 from moonclipfs.errors import LimitError, NoSpaceError, NotFoundError, StagingFullError
 from moonclipfs.fuse import initflags
 from moonclipfs.fuse.handles import ReadHandle
-from moonclipfs.fuse.operations import Operations, answers, entry_attributes
+from moonclipfs.fuse.operations import Operations, answers, entry_attributes, let_go
 from moonclipfs.fuse.reading import Reads
 from moonclipfs.layers.changes import without_set_ids
 from moonclipfs.layers.files import OpenFile
@@ -212,8 +212,8 @@ class FileOperations(Operations):
         if len(buf) < limits.WRITE_INLINE_BYTES:
             try:
                 return write()
-            except (NoSpaceError, StagingFullError):
-                pass  # it takes longer
+            except (NoSpaceError, StagingFullError) as error:
+                let_go(error)  # it takes longer
         return await self.with_room(write, len(buf), self._writers)
 
     async def with_room(self, work: Callable[[], T], length: int, limiter: trio.CapacityLimiter | None = None) -> T:
@@ -225,12 +225,14 @@ class FileOperations(Operations):
             try:
                 return await trio.to_thread.run_sync(work, limiter=limiter or self._threads)
             except StagingFullError as error:
+                let_go(error)
                 if self.ending:
                     raise NoSpaceError(f"the mount ends: {error}") from error
                 self.live.encoder.wake()
                 await trio.sleep(seconds)
                 seconds = min(2 * seconds, _LONGEST_WAIT_SECONDS)
-            except NoSpaceError:
+            except NoSpaceError as error:
+                let_go(error)
                 if reclaimed or self.ending:
                     raise
                 await trio.to_thread.run_sync(self.live.make_room, length, limiter=self._writers)

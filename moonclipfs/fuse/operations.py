@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial, wraps
@@ -75,6 +76,7 @@ def answers(handler: Handler[S, P, T]) -> Handler[S, P, T]:
         except FUSEError:
             raise
         except _ORDINARY as error:
+            let_go(error)
             raise FUSEError(error.errno) from error
         except MoonclipError as error:
             node = self.node_of(name, args)
@@ -89,6 +91,16 @@ def answers(handler: Handler[S, P, T]) -> Handler[S, P, T]:
             self.in_work -= 1
 
     return answer
+
+
+def let_go(error: BaseException) -> None:
+    """Empty the frames that an error has come through. These and the error hold each other, and with them the staging
+    file that it is about: whose room is not given back then before garbage is looked for.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 class Operations(pyfuse3.Operations):

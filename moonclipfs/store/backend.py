@@ -11,10 +11,10 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from moonclipfs.errors import (
     BackendError,
@@ -188,13 +188,25 @@ class FileOps:
         os.close(fd)
 
 
-@contextmanager
-def os_errors(doing: str) -> Iterator[None]:
-    """Turn an OSError into the project's error of its kind, with `doing` (a verb and a path) in front."""
-    try:
-        yield
-    except OSError as error:
-        raise from_os_error(error, doing) from error
+class os_errors:
+    """Turn an OSError into the project's error of its kind, with `doing` (a verb and a path) in front.
+
+    No generator: its frame and the error would hold each other, and with them whatever file the error is about, until
+    garbage is looked for.
+    """
+
+    __slots__ = ("_doing",)
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
+        if isinstance(error, OSError):
+            raise from_os_error(error, self._doing) from error
+        return False
 
 
 _KINDS: dict[int, type[MoonclipError]] = {

@@ -1,0 +1,187 @@
+"""Killed servers and programs, full disks: what was promised to a program is there, all else is old or new."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moonclipfs.fuse.control import ask
+from moonclipfs.store.store import Store
+from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually, is_running
+from tests.layers.publish import publish
+
+MIB = 1 << 20
+
+ExpectLog = Callable[[str], None]
+CLEARED = "cleared a dead mount"
+
+
+def kill(mounted: Mounted) -> None:
+    """kill -9 of the server."""
+    os.kill(mounted.pid, signal.SIGKILL)
+    eventually(lambda: not is_running(mounted.pid))
+
+
+def staging_of(store: Path) -> list[Path]:
+    """The staging files of all layers."""
+    return [path for path in store.glob("layers/*/staging/*") if path.is_file()]
+
+
+def test_r035_fsync_survives_the_server_and_nothing_leaks(
+    live: Mounted, mounter: Mounter, expect_log: ExpectLog
+) -> None:
+    expect_log(CLEARED)
+    data = os.urandom(MIB)
+    descriptors = [os.open(live.path / name, os.O_WRONLY | os.O_CREAT) for name in ("synced", "loose")]
+    for descriptor in descriptors:
+        assert os.write(descriptor, data) == MIB
+    os.fsync(descriptors[0])
+    kill(live)
+    for descriptor in descriptors:
+        with pytest.raises(OSError):
+            os.fsync(descriptor)
+        with pytest.raises(OSError):
+            os.close(descriptor)
+    again = mounter(live.store, read_only=False)
+    assert (again.path / "synced").read_bytes() == data
+    if (again.path / "loose").exists():
+        assert data.startswith((again.path / "loose").read_bytes())
+        (again.path / "loose").unlink()
+    assert "recovered" in again.log_text()
+    assert again.log_text().count("recovered") == 1
+    eventually(lambda: not staging_of(live.store), 30)
+
+
+def test_r041_a_kill_while_overwriting_keeps_the_version_before(
+    live: Mounted, mounter: Mounter, expect_log: ExpectLog
+) -> None:
+    expect_log(CLEARED)
+    before = os.urandom(MIB)
+    (live.path / "run").mkdir()
+    (live.path / "run/run.pt").write_bytes(before)
+    assert ask(str(live.path), "seal", None, path="run")["number"] == 1
+    writer = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(
+                """
+                import sys, time
+                file = open(sys.argv[1], "wb", buffering=0)
+                file.write(b"v2" * 150_000)
+                print("written", flush=True)
+                time.sleep(60)
+                """
+            ),
+            live.path / "run/run.pt",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == b"written\n"
+    kill(live)
+    writer.kill()
+    writer.communicate()
+    again = mounter(live.store, read_only=False)
+    assert (again.path / "@versions/run/1/run.pt").read_bytes() == before
+    assert (again.path / "run/run.pt").read_bytes() in (before, (b"v2" * 150_000))
+
+
+@pytest.mark.parametrize("mode", ["delete", "wal"])
+def test_a_database_survives_kills(live: Mounted, mounter: Mounter, mode: str, expect_log: ExpectLog) -> None:
+    """An SQLite database, with a rollback journal and in WAL mode, is whole after kill -9 of program and server."""
+    code = """
+        import sqlite3, sys
+        base = sqlite3.connect(sys.argv[1])
+        base.execute("pragma journal_mode=" + sys.argv[2])
+        base.execute("pragma synchronous=full")
+        base.execute("create table if not exists t (n integer primary key, x blob)")
+        base.commit()
+        while True:
+            with base:
+                base.execute("insert into t (x) values (randomblob(2000))")
+            print(base.execute("select max(n) from t").fetchone()[0], flush=True)
+    """
+    expect_log(CLEARED)
+    mounted, said = live, 0
+    for _ in range(3):
+        program = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), mounted.path / "db", mode], stdout=subprocess.PIPE
+        )
+        assert program.stdout is not None
+        for _ in range(30):
+            said = int(program.stdout.readline())
+        kill(mounted)
+        program.kill()
+        rest, _ = program.communicate()
+        said = max([said, *map(int, rest.split()[:-1])])
+        mounted = mounter(live.store, read_only=False)
+        with sqlite3.connect(mounted.path / "db") as base:
+            assert base.execute("pragma integrity_check").fetchall() == [("ok",)]
+            assert base.execute("select count(*) from t").fetchone()[0] >= said
+        base.close()
+    assert "ERROR" not in mounted.log_text()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("a small file system takes root")
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", place], check=True)
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_r039_a_full_disk_is_enospc_and_room_makes_everything_work_again(small_disk: Path, mounter: Mounter) -> None:
+    Store.create(small_disk / "store").close()
+    with Store.open(small_disk / "store", write=True) as store:
+        publish(store, "run1/a", SMALL_FILES)
+    mounted = mounter(small_disk / "store", read_only=False)
+    (mounted.path / "kept").write_bytes(os.urandom(MIB))
+    kept = (mounted.path / "kept").read_bytes()
+    with pytest.raises(OSError) as caught, (mounted.path / "partial").open("wb", buffering=0) as file:
+        for _ in range(256):
+            file.write(os.urandom(MIB))
+    assert caught.value.errno == errno.ENOSPC
+    os.symlink("step_8", mounted.path / "L.tmp")
+    os.replace(mounted.path / "L.tmp", mounted.path / "LATEST")
+    assert (mounted.path / "kept").read_bytes() == kept
+    assert (mounted.path / "run1/a/model.bin").read_bytes() == SMALL_FILES["model.bin"]
+    (mounted.path / "partial").unlink()
+    data = os.urandom(MIB)
+
+    def save() -> bool:
+        try:
+            (mounted.path / "saved").write_bytes(data)
+        except OSError:
+            return False
+        return True
+
+    eventually(save, 30)
+    assert (mounted.path / "saved").read_bytes() == data
+
+
+def test_past_the_staging_limit_a_writer_waits(store: Store, mounter: Mounter) -> None:
+    """Past the limit of what is staged a writer waits until some is encoded, and never sees an error."""
+    mounted = mounter(store.path, read_only=False, staging_limit=8 * MIB)
+    data = os.urandom(40 * MIB)
+    with (mounted.path / "f").open("wb", buffering=0) as file:
+        for at in range(0, len(data), MIB):
+            assert file.write(data[at : at + MIB]) == MIB
+    for number in range(8):
+        (mounted.path / f"g{number}").write_bytes(data[number * MIB : (number + 3) * MIB])
+    assert (mounted.path / "f").read_bytes() == data
+    assert (mounted.path / "g3").read_bytes() == data[3 * MIB : 6 * MIB]
+    assert "ERROR" not in mounted.log_text()
