@@ -42,6 +42,7 @@ class Base:
         self._directories: BoundedCache[ObjectId, Mapping[bytes, Entry]] = BoundedCache(capacity)
         self._subdirectories: BoundedCache[ObjectId, int] = BoundedCache(capacity)
         self._groups: BoundedCache[ObjectId, Groups] = BoundedCache(capacity)
+        self._linked: BoundedCache[ObjectId, bool] = BoundedCache(capacity)
         self.pinned: dict[object, object] = {}
         """What the call that holds the layer's lock has loaded for itself, in case the caches are too small."""
 
@@ -67,6 +68,13 @@ class Base:
             return {}
         found = self._groups.get(root)
         return self._pinned("groups", root, self._load_groups) if found is None else found
+
+    def has_groups(self, object_id: ObjectId) -> bool:
+        """Whether there are hard links at or below a directory object. Raises Missing."""
+        if object_id == NO_ID:
+            return False
+        found = self._linked.get(object_id)
+        return self._pinned("linked", object_id, self._look_for_groups) if found is None else found
 
     def _pinned(self, kind: str, object_id: ObjectId, load: Callable[[ObjectId], T]) -> T:
         key = (kind, object_id)
@@ -104,6 +112,19 @@ class Base:
         weight = 1 + sum(map(len, groups.values()))
         self._groups.put(root, groups, min(weight, limits.DIRECTORY_CACHE_ENTRIES // 2))
         return groups
+
+    def _look_for_groups(self, object_id: ObjectId, depth: int = 0) -> bool:
+        found = self._linked.get(object_id)
+        if found is None:
+            entries = self._readable(object_id).values()
+            found = any(entry.link_group for entry in entries) or any(
+                entry.type is EntryType.DIRECTORY
+                and depth < limits.PATH_DEPTH
+                and self._look_for_groups(entry.child, depth + 1)
+                for entry in entries
+            )
+            self._linked.put(object_id, found)
+        return found
 
     def _readable(self, object_id: ObjectId) -> Mapping[bytes, Entry]:
         try:

@@ -129,6 +129,7 @@ class Captures:
         Raises UsageError for what cannot be a snapshot, LimitError for one that is too deep, NotFoundError for a
         directory that was removed, NoSpaceError, BackendError.
         """
+        self._layer.adopt_links(directory)
         return self._layer.run(lambda: self._take(directory, metadata), wait=True)
 
     def _take(self, directory: Inode, metadata: dict[str, object]) -> Capture:
@@ -187,8 +188,7 @@ class Captures:
         if top is None:
             return
         anchor, above = (top.lower.anchor, top.lower.path) if top.lower else (b"%d" % record.sequence, b"")
-        directories = dict(record.directories)
-        _Cleaner(capture, directories, record.root).clean(top, anchor, above)
+        _Cleaner(capture, record).clean(top, anchor, above)
         for directory in _above(top):
             _count_below(directory)
         top.sealed = record.sequence
@@ -271,10 +271,11 @@ class _Builder:
 class _Cleaner:
     """After a seal: what was not changed since its capture shows through from the new version, and counts as clean."""
 
-    def __init__(self, capture: Capture, directories: dict[int, ObjectId], root: ObjectId) -> None:
+    def __init__(self, capture: Capture, record: Sealed) -> None:
         self._counter = capture.counter
-        self._directories = directories
-        self._root = root
+        self._directories = dict(record.directories)
+        self._attributes = {given[0]: given for given in record.attributes}
+        self._root = record.root
 
     def clean(self, directory: Inode, anchor: bytes, path: bytes) -> None:
         """Of one directory and all below that the version holds; `anchor` and `path` are for one without a lower."""
@@ -284,12 +285,21 @@ class _Cleaner:
             self._relower(directory, object_id, anchor, path)
         for name, child in directory.entries.items():
             if child.is_directory and (child.number in self._directories or not child.sealed):
+                child.sealed = 0  # part of this version, and no longer one that others have unbound
                 self.clean(child, anchor, join(path, name))
             elif not child.is_directory and child.changed <= counter:
                 child.changed = child.below = 0
         if directory.changed <= counter:
             directory.changed = 0
+            self._give_attributes(directory)
         _count_below(directory)
+
+    def _give_attributes(self, directory: Inode) -> None:
+        """What others made of a directory that was not changed here."""
+        if directory.number in self._attributes:
+            _, mode, uid, gid, mtime_ns, ctime_ns, xattrs = self._attributes[directory.number]
+            directory.mode, directory.uid, directory.gid = mode, uid, gid
+            directory.mtime_ns, directory.ctime_ns, directory.xattrs = mtime_ns, ctime_ns, dict(xattrs)
 
     def _relower(self, directory: Inode, object_id: ObjectId, anchor: bytes, path: bytes) -> None:
         lower = directory.lower or Lower(anchor, path, object_id, self._root)

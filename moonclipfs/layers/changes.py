@@ -1,7 +1,7 @@
 """Changing a layer: making, linking, removing and renaming, attributes and extended attributes.
 
 Errors are those of ext4. Everything is checked first; then the record is journalled and applied. An inode of the base
-is adopted before it changes: its metadata moves into the layer, and with it the directories above, one record each.
+is adopted before it changes (`adopting.py`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from moonclipfs.errors import (
     TooManyLinksError,
     UsageError,
 )
+from moonclipfs.layers.adopting import Adopting
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.names import join
-from moonclipfs.layers.namesync import NameSync
-from moonclipfs.layers.records import Adopt, Link, Make, Moving, Remove, Rename, SetAttributes, SetXattr
+from moonclipfs.layers.records import Link, Make, Moving, Remove, Rename, SetAttributes, SetXattr
 from moonclipfs.layers.tree import XATTR_PREFIX, NotCachedError
-from moonclipfs.types import NO_ID, EntryType, Kind, ObjectId, Version
+from moonclipfs.types import EntryType, Version
 
 LINKS = 65000
 """Names of one file, as in ext4."""
 
 
-class Changes(NameSync):
+class Changes(Adopting):
     """All changes but those of contents. `now_ns` is the time of the change; `wait` is as in `Lookup`."""
 
     def make(
@@ -227,10 +227,6 @@ class Changes(NameSync):
 
         self.run(body, wait)
 
-    def adopt(self, inode: Inode, *, wait: bool = True) -> None:
-        """Make an inode own, before its contents change. Raises NotFoundError for one that is not there any more."""
-        self.run(lambda: self._adopt(inode), wait)
-
     # Under the lock
 
     def _check_new(self, directory: Inode, name: bytes) -> None:
@@ -290,81 +286,6 @@ class Changes(NameSync):
             return False
         lower = directory.lower
         return lower is None or self.base.entries(lower.directory).keys() <= directory.removed
-
-    # Adopting
-
-    def _adopt(self, inode: Inode) -> None:
-        """Make an inode own, with all its names, and the directories above. Raises NotFoundError if it is gone."""
-        if inode.own:
-            return
-        if not inode.links:
-            raise NotFoundError(f"{inode} is not there any more")
-        for directory, name in self._places(inode):
-            self._take(directory, name, inode)
-
-    def _take(self, directory: Inode, name: bytes, inode: Inode) -> None:
-        """Make `inode`, which stands at `name`, an own entry of a directory."""
-        if directory.entries.get(name) is inode:
-            return
-        if inode.group and not inode.own and len(places := self._places(inode)) > 1:
-            for place in places:
-                self._take_one(*place, inode)
-            return
-        self._take_one(directory, name, inode)
-
-    def _take_one(self, directory: Inode, name: bytes, inode: Inode) -> None:
-        if directory.entries.get(name) is inode:
-            return
-        if self._find(directory, name) is not inode:
-            raise NotFoundError(f"{inode} is not there any more")
-        self._adopt(directory)
-        child, kind = inode.child, Kind.RECIPE
-        anchor, path, root = b"", b"", NO_ID
-        if inode.lower is not None:
-            anchor, path, child_directory, root = inode.lower
-            if inode.is_directory:
-                child, kind = child_directory, Kind.DIRECTORY
-        refs: list[tuple[Kind, ObjectId]] = [(kind, child)] if child != NO_ID else []
-        record = Adopt(
-            inode.number, directory.number, name, inode.type, inode.mode, inode.uid, inode.gid, *self._times(inode),
-            tuple(inode.xattrs.items()), inode.size, child, inode.target, anchor, path, root, inode.group, inode.sealed,
-        )  # fmt: skip
-        self.record(record, refs)
-
-    def _places(self, inode: Inode) -> list[tuple[Inode, bytes]]:
-        """Every (directory, name) of an inode of the base that is shown."""
-        links = list(inode.links)
-        if not inode.group or inode.lower is None:
-            return links
-        top = links[0][0]
-        while top.lower is not None and top.lower.path:
-            above = next(iter(top.links), None)
-            if above is None or above[0].lower is None or above[0].lower.anchor != inode.lower.anchor:
-                break
-            top = above[0]
-        places = dict.fromkeys(links)
-        for path in self.base.groups(inode.lower.root).get(inode.group, ()):
-            place = self._place_below(top, path, inode)
-            if place is not None:
-                places[place] = None
-        return list(places)
-
-    def _place_below(self, top: Inode, path: bytes, inode: Inode) -> tuple[Inode, bytes] | None:
-        """Where `path` of the base is, as seen from `top`, if `inode` is what it shows."""
-        start = b"" if top.lower is None else top.lower.path
-        if start:
-            if not path.startswith(start + b"/"):
-                return None
-            path = path[len(start) + 1 :]
-        *above, name = path.split(b"/")
-        directory: Inode | None = top
-        for part in above:
-            directory = None if directory is None else self._find(directory, part)
-            if directory is None or not directory.is_directory:
-                return None
-        if directory is None or self._find(directory, name) is not inode:
-            return None
-        return directory, name
 
     # Renaming
 

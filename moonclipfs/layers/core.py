@@ -68,11 +68,11 @@ class Core:
             except Missing as error:
                 if not wait:
                     raise
-                missing = error
+                key, load = error.key, error.load  # not the error: it would keep what its calls refer to
             try:
-                loaded[missing.key] = missing.load()
+                loaded[key] = load()
             except CorruptError as error:
-                loaded[missing.key] = error  # the call decides whether it can do without
+                loaded[key] = error  # the call decides whether it can do without
 
     def record(self, record: Record, refs: Iterable[tuple[Kind, ObjectId]] = ()) -> None:
         """Journal a change and apply it, under the lock. Raises NoSpaceError, BackendError; then nothing changed."""

@@ -17,7 +17,7 @@ from moonclipfs.layers.core import Core
 from moonclipfs.layers.inodes import Inode, Lower, inode_number
 from moonclipfs.layers.names import Area, Children, join, path_bytes
 from moonclipfs.layers.tree import XATTR_PREFIX, NotCachedError
-from moonclipfs.types import NO_ID, Attributes, Entry, EntryType, Version
+from moonclipfs.types import NO_ID, Attributes, Entry, EntryType, ObjectId, Version
 
 _NO_NAMES: Children = {}
 _BLOCK = 512
@@ -274,7 +274,7 @@ class Lookup(Core):
         else:
             # Another file at the same place of a version that others published is another inode.
             identity = (b"in", anchor, path, entry.child, entry.target)
-        inode, _ = self._known(identity, directory, name, entry.type, (anchor, entry.link_group))
+        inode, _ = self._known(identity, directory, name, entry.type, (entry.link_group, above.root))
         if not inode.own:
             lower = Lower(anchor, path, entry.child, above.root)
             if entry.type is not EntryType.DIRECTORY:
@@ -288,7 +288,7 @@ class Lookup(Core):
         directory: Inode,
         name: bytes,
         type_: EntryType,
-        group: tuple[bytes, int] = (b"", 0),
+        group: tuple[int, ObjectId] = (0, NO_ID),
     ) -> tuple[Inode, int]:
         """The inode of this identity that stands at `name`, a new one if need be; and 0, unless its number is not the
         first choice, since another inode has that.
@@ -304,7 +304,8 @@ class Lookup(Core):
             if inode.type is type_:
                 if link in inode.links:
                     return inode, salt
-                if group[1] and inode.links and inode.group == group[1] and inode.lower and inode.lower[0] == group[0]:
+                # In another version, the same number is that of another group.
+                if group[0] and inode.links and inode.lower and group == (inode.group, inode.lower.root):
                     break
                 if not (inode.own or inode.handles or inode.content or self._is_shown(inode)):
                     break  # it was somewhere else before

@@ -1,27 +1,17 @@
-"""A reference model of a writable tree, and a state machine that drives a layer and the model side by side."""
+"""A state machine that drives a layer and the reference model side by side."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moonclipfs.errors import (
-    DirectoryError,
-    ExistsError,
-    MoonclipError,
-    NameTooLongError,
-    NoDirectoryError,
-    NotEmptyError,
-    NotFoundError,
-    NotPermittedError,
-    UsageError,
-)
+from moonclipfs.errors import MoonclipError, UsageError
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.lookup import Status
@@ -29,209 +19,9 @@ from moonclipfs.layers.seal import Sealer
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType
 from tests.layers.filekit import encode, read_all
+from tests.layers.model import Model, Node
 from tests.layers.publish import Fifo, File, publish
 from tests.layers.sealkit import LocalEncoder
-
-
-@dataclass(eq=False)
-class Node:
-    """A file or directory of the model. `number` is the inode number that it was first seen with."""
-
-    type: EntryType
-    mode: int
-    uid: int = 0
-    gid: int = 0
-    atime_ns: int = 0
-    mtime_ns: int = 0
-    ctime_ns: int = 0
-    data: bytes = b""
-    links: int = 1
-    target: bytes = b""
-    bound: bool = False
-    number: int = 0
-    xattrs: dict[bytes, bytes] = field(default_factory=dict)
-    entries: dict[bytes, Node] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        return len(self.target or self.data)
-
-    @property
-    def is_directory(self) -> bool:
-        return self.type is EntryType.DIRECTORY
-
-    def touch(self, now: int) -> None:
-        self.mtime_ns = self.ctime_ns = now
-
-    def nlink(self) -> int:
-        if not self.is_directory:
-            return self.links
-        return 2 + sum(child.is_directory for child in self.entries.values())
-
-    def walk(self, path: bytes = b"") -> Iterator[tuple[bytes, Node, Node, bytes]]:
-        """(path, node, directory, name) of everything below."""
-        for name, child in list(self.entries.items()):
-            at = path + b"/" + name if path else name
-            yield at, child, self, name
-            if child.is_directory:
-                yield from child.walk(at)
-
-    def holds(self, node: Node) -> bool:
-        return self is node or any(child is node for _, child, _, _ in self.walk())
-
-    def has_bound(self) -> bool:
-        return self.bound or any(child.bound for _, child, _, _ in self.walk())
-
-
-class Model:
-    """What POSIX says of a tree: each method changes it, or raises what the layer has to raise."""
-
-    def __init__(self) -> None:
-        self.root = Node(EntryType.DIRECTORY, 0o755)
-
-    def _new(self, directory: Node, name: bytes) -> None:
-        if not directory.is_directory:
-            raise NoDirectoryError
-        if len(name) > 255:
-            raise NameTooLongError
-        if directory is self.root and name.startswith(b"@"):
-            raise NotPermittedError
-
-    def make(
-        self, directory: Node, name: bytes, type_: EntryType, mode: int, uid: int, gid: int, now: int, target: bytes
-    ) -> None:
-        self._new(directory, name)
-        if name in directory.entries:
-            raise ExistsError
-        node = Node(type_, mode, uid, gid, now, now, now, target=target)
-        if directory.mode & 0o2000:
-            node.gid = directory.gid
-            node.mode |= 0o2000 if node.is_directory else 0
-        directory.entries[name] = node
-        directory.touch(now)
-
-    def link(self, node: Node, directory: Node, name: bytes, now: int) -> None:
-        self._new(directory, name)
-        if name in directory.entries:
-            raise ExistsError
-        if node.is_directory:
-            raise NotPermittedError
-        directory.entries[name] = node
-        node.links += 1
-        node.ctime_ns = now
-        directory.touch(now)
-
-    def _get(self, directory: Node, name: bytes) -> Node:
-        if not directory.is_directory:
-            raise NoDirectoryError
-        if len(name) > 255:
-            raise NameTooLongError
-        if name not in directory.entries:
-            raise NotFoundError
-        return directory.entries[name]
-
-    def unlink(self, directory: Node, name: bytes, now: int) -> None:
-        node = self._get(directory, name)
-        if node.is_directory:
-            raise DirectoryError
-        self._leave(directory, name, now)
-        directory.touch(now)
-
-    def rmdir(self, directory: Node, name: bytes, now: int) -> None:
-        node = self._get(directory, name)
-        if not node.is_directory:
-            raise NoDirectoryError
-        if node.entries:
-            raise NotEmptyError
-        self._leave(directory, name, now)
-        directory.touch(now)
-
-    def _leave(self, directory: Node, name: bytes, now: int) -> None:
-        node = directory.entries.pop(name)
-        node.links -= 1
-        node.ctime_ns = now
-
-    def rename(
-        self, directory: Node, name: bytes, new: Node, new_name: bytes, now: int, replace: bool, exchange: bool
-    ) -> None:
-        node = self._get(directory, name)
-        self._new(new, new_name)
-        victim = new.entries.get(new_name)
-        self._check_rename(node, directory, victim, new, replace, exchange)
-        if victim is node:
-            return
-        if exchange:
-            assert victim is not None
-            if node.is_directory and victim.is_directory and node.has_bound() and victim.has_bound():
-                raise UsageError
-            directory.entries[name] = victim
-            victim.ctime_ns = now
-        else:
-            if victim is not None:
-                self._leave(new, new_name, now)
-            del directory.entries[name]
-        new.entries[new_name] = node
-        node.ctime_ns = now
-        directory.touch(now)
-        new.touch(now)
-
-    def _check_rename(
-        self, node: Node, directory: Node, victim: Node | None, new: Node, replace: bool, exchange: bool
-    ) -> None:
-        if exchange and victim is None:
-            raise NotFoundError
-        if victim is not None and not (replace or exchange):
-            raise ExistsError
-        if node.is_directory and node.holds(new):
-            raise UsageError
-        if victim is None or victim is node:
-            return
-        if victim.holds(directory):
-            raise UsageError if exchange else NotEmptyError
-        if exchange:
-            return
-        if node.is_directory and not victim.is_directory:
-            raise NoDirectoryError
-        if victim.is_directory and not node.is_directory:
-            raise DirectoryError
-        if victim.entries:
-            raise NotEmptyError
-
-    def set_attributes(
-        self, node: Node, now: int, mode: int | None, uid: int | None, gid: int | None, mtime: int | None
-    ) -> None:
-        if mode is None and (uid is not None or gid is not None) and not node.is_directory:
-            mode = node.mode & ~0o4000
-            mode &= ~0o2000 if node.mode & 0o010 else ~0
-        node.mode = node.mode if mode is None else mode
-        node.uid = node.uid if uid is None else uid
-        node.gid = node.gid if gid is None else gid
-        node.mtime_ns = node.mtime_ns if mtime is None else mtime
-        node.ctime_ns = now
-
-    def write(self, node: Node, offset: int, data: bytes, now: int) -> None:
-        node.data = node.data.ljust(offset, b"\0")
-        node.data = node.data[:offset] + data + node.data[offset + len(data) :]
-        self._wrote(node, now)
-
-    def truncate(self, node: Node, size: int, now: int) -> None:
-        node.data = node.data[:size].ljust(size, b"\0")
-        self._wrote(node, now)
-
-    def _wrote(self, node: Node, now: int) -> None:
-        node.mode &= ~0o4000
-        node.mode &= ~0o2000 if node.mode & 0o010 else ~0
-        node.touch(now)
-
-    def set_xattr(self, node: Node, name: bytes, value: bytes | None, now: int) -> None:
-        if name.startswith(b"user.moonclip."):
-            raise NotPermittedError
-        if value is not None:
-            node.xattrs[name] = value
-        elif node.xattrs.pop(name, None) is None:
-            raise NotFoundError
-        node.ctime_ns = now
-
 
 NAMES = st.sampled_from([b"a", b"b", b"c", b"sub", b"\xff\xfe", b"n" * 255, b"x" * 256, b"@latest"])
 PICK = st.integers(0, 1 << 16)
@@ -336,7 +126,7 @@ class LayerMachine(RuleBasedStateMachine):
         assert (status.atime_ns, status.mtime_ns, status.ctime_ns) == (
             node.atime_ns, node.mtime_ns, node.ctime_ns
         ), path  # fmt: skip
-        assert status.nlink == node.nlink(), path
+        assert status.nlink == node.nlink(), (path, inode)
         if not node.is_directory:
             assert status.size == node.size, path
         if inode.is_file:
@@ -514,6 +304,53 @@ class LayerMachine(RuleBasedStateMachine):
         self.layer.refresh(self._time())
         new = node.entries[name] = self._see(self.layer.resolve(where))
         new.bound = True
+
+    def _bound(self, pick: int) -> tuple[bytes, Node] | None:
+        found = [(path, node) for path, node, _, _ in self.model.root.walk() if node.bound]
+        return found[pick % len(found)] if found else None
+
+    def _others(self, path: bytes, change: Callable[[str], object]) -> bool:
+        """Let others change a name; returns whether it is as it was here, since there are changes at or below it."""
+        self.layer.push_names()
+        inode = self.layer.resolve(path)
+        dirty = inode.own and inode.below > 0
+        change(path.decode("utf-8", "surrogateescape"))
+        told = self.layer.refresh(self._time())
+        if dirty:
+            return True
+        before = {place: node.number for place, node, _, _ in self.model.root.walk() if not place.startswith(path)}
+        self.model.root = self._see(self.layer.root)
+        self._note_bound()
+        after = {place: node.number for place, node, _, _ in self.model.root.walk()}
+        assert all(after.get(place, number) == number for place, number in before.items())
+        assert told or path.count(b"/") > 0  # the directory may be gone with it
+        return False
+
+    @rule(pick=PICK)
+    def others_bind(self, pick: int) -> None:
+        if found := self._bound(pick):
+            self.foreign += 1
+            kept = self._others(found[0], lambda path: publish(self.store, path, {f"v{self.foreign}": b"new"}))
+            names = self.layer.names_in(self.layer.resolve(found[0]))
+            assert (b"v%d" % self.foreign in names) is not kept
+            assert (os.fsdecode(found[0]) in self.layer.conflicts()) is kept
+
+    @rule(pick=PICK)
+    def others_remove(self, pick: int) -> None:
+        if (found := self._bound(pick)) and self._others(found[0], lambda path: self.store.log.unbind([path])):
+            found[1].bound = False
+
+    @rule(pick=PICK)
+    def others_move(self, pick: int) -> None:
+        found = self._bound(pick)
+        if found is None or any(child.bound for _, child, _, _ in found[1].walk()):
+            return
+        self.foreign += 1
+        name = b"f%d" % self.foreign
+        if self._others(found[0], lambda path: self.store.log.move(path, os.fsdecode(name))):
+            found[1].bound = False
+            self.model.root.entries[name] = self._see(self.layer.lookup(self.layer.root, name))
+            self.model.root.entries[name].bound = True
 
     # Ends and beginnings
 

@@ -27,11 +27,13 @@ from moonclipfs.errors import (
 from moonclipfs.layers import changes
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.seal import Sealer
 from moonclipfs.layers.tree import NotCachedError
 from moonclipfs.layers.wholes import whole_records
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType
 from tests.layers.publish import MTIME, Fifo, File, publish
+from tests.layers.sealkit import LocalEncoder
 
 NOW = 2_000_000_000_000_000_001
 
@@ -188,6 +190,40 @@ def test_hard_links_of_the_base_stay_together(store: Store, opened: Callable[[],
         assert (layer.stat(two).nlink, layer.stat(two).mode) == (2, stat.S_IFREG | 0o600)
         assert layer.stat(layer.resolve(b"a/other")).nlink == 1
         layer = opened()
+
+
+def test_hard_links_are_found_where_directories_were_moved(store: Store, opened: Callable[[], Layer]) -> None:
+    link = File(b"shared", link_group=3)
+    publish(store, "a", {"one": link, "d": {"e": {"two": link}}, "three": link})
+    layer = opened()
+    layer.rename(layer.resolve(b"a/d"), b"e", layer.root, b"moved", NOW)
+    layer.rename(layer.root, b"a", layer.root, b"b", NOW)
+    for path in (b"moved/two", b"b/one"):
+        layer = opened()
+        layer.set_attributes(layer.resolve(path), now_ns=NOW, mode=0o600)
+        found = {layer.resolve(each) for each in (b"moved/two", b"b/one", b"b/three")}
+        assert len(found) == 1 and layer.stat(found.pop()).nlink == 3
+
+
+def test_hard_links_keep_their_number_when_all_around_is_sealed(store: Store, opened: Callable[[], Layer]) -> None:
+    """A seal of a directory with hard links changes no number, also where it numbers the links anew."""
+    for name in ("a", "b"):
+        publish(store, f"run/{name}", {"one": File(b"s", link_group=3), "d": {"two": File(b"s", link_group=3)}})
+    layer = opened()
+    file(layer, layer.resolve(b"run/a"), b"new")
+    store.log.unbind(["run/a", "run/b"])
+    file(layer, layer.resolve(b"run/b"), b"new")
+    layer.refresh(NOW)
+    paths = [b"run/a/one", b"run/a/d/two", b"run/b/one", b"run/b/d/two", b"run/b/new"]
+    numbers = [layer.resolve(path).number for path in paths]
+    assert len(set(numbers)) == 3
+    sealer = Sealer(layer, LocalEncoder(layer), seal_after=None)
+    for _ in range(2):
+        assert sealer.seal(b"run") is not None
+        assert [layer.resolve(path).number for path in paths] == numbers
+        assert [layer.stat(layer.resolve(path)).nlink for path in paths] == [2, 2, 2, 2, 1]
+        layer.set_attributes(layer.resolve(b"run/a/new"), now_ns=NOW, mode=0o600)
+    assert [opened().resolve(path).number for path in paths] == numbers
 
 
 def test_an_unlinked_file_lives_while_it_is_open(store: Store, opened: Callable[[], Layer]) -> None:
