@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from moonclipfs.errors import MoonclipError
@@ -56,7 +57,7 @@ class Task:
             parts.append((offset, length, kind, generation.number))
             path = generation.path
             if path is not None:
-                files[generation.number] = path
+                files[generation.number] = os.path.abspath(path)
             else:
                 staged = bytearray(length)
                 generation.read_into(offset, memoryview(staged))

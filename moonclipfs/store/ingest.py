@@ -149,7 +149,12 @@ class Intake:
                     future, freed = working.popleft()
                     yield future.result()
                     in_work -= freed
-                if known is None:
+                if known is None and _is_literal(source, piece):
+                    # Not worth handing over, where most files are this short.
+                    done: Future[tuple[Extent, IngestStats]] = Future()
+                    done.set_result(self._put_piece(source, piece, base))
+                    working.append((done, cost))
+                elif known is None:
                     working.append((self._pool.submit(self._put_piece, source, piece, base), cost))
                 else:
                     working.append((self._pool.submit(self._keep_piece, source, piece, base, known), cost))

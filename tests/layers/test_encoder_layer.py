@@ -79,6 +79,15 @@ def test_files_of_a_layer_are_stored_and_nothing_stays_staged(store: Store) -> N
     assert len(packs(store)) == 1
 
 
+def test_a_store_may_be_opened_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Store.create("store").close()
+    with Store.open("store", write=True) as store, working(store) as (layer, encoder):
+        write(layer, b"f", noise(1, 200_000))
+        encoder.drain()
+        assert read(layer, b"f") == noise(1, 200_000)
+
+
 def test_a_page_of_a_stored_file_is_changed_and_stored(store: Store) -> None:
     data = bytearray(safetensors({f"t{n}": ("F32", floats(n, 200_000)) for n in range(5)}))
     with working(store) as (layer, encoder):
