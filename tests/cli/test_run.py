@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -170,6 +172,30 @@ def test_a_scheduler_that_signals_everybody_does_not_take_the_mount_away(start: 
     time.sleep(0.3)
     assert process.communicate("go\n", timeout=20) == ("there\n", "")
     assert process.returncode == 0
+
+
+def test_ctrl_c_reaches_the_command_once(environment: dict[str, str], filled: Path) -> None:
+    script = "trap 'echo caught' INT; echo ready; read -r line; sleep 0.5; echo \"$line\"; exit 6"
+    on_terminal = "import os, sys; os.login_tty(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-c", on_terminal, str(follower), *PROGRAM, str(filled), "--read-only", "--"]
+    process = subprocess.Popen([*command, "bash", "-c", script], env=environment, pass_fds=[follower])
+    os.close(follower)
+    seen = b""
+    while b"ready" not in seen:
+        seen += os.read(leader, 1000)
+    os.write(leader, b"\x03")
+    time.sleep(0.5)
+    os.write(leader, b"go on\n")
+    assert process.wait(20) == 6
+    while select.select([leader], [], [], 0.1)[0]:
+        try:
+            seen += os.read(leader, 1000)
+        except OSError:
+            break
+    os.close(leader)
+    assert seen.count(b"caught") == 1
+    assert seen.endswith(b"go on\r\n")
 
 
 def test_what_the_command_leaves_running_is_ended(start: Start) -> None:
