@@ -15,7 +15,7 @@ from typing import Any
 
 from moonclipfs.layers.captured import CapturedEntry, decode_tree
 from moonclipfs.layers.merge import Directories, Merge
-from moonclipfs.layers.stagedsource import StagedSource
+from moonclipfs.layers.stagedsource import StagedSource, kept_parts
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.ingest import IngestStats
 from moonclipfs.store.log import Names
@@ -153,7 +153,8 @@ class _Publish:
             before = self._before(entry)
             source = StagedSource(entry.size, entry.parts, entry.data, self._request["staged"], before)
             try:
-                recipe, _ = self._ingest.put_contents(source, before)
+                kept = kept_parts(self._store.config.cut, entry.parts, before)
+                recipe, _ = self._ingest.put_contents(source, before, kept=kept)
                 self._files[entry.inode] = self._ingest.put_recipe(recipe, IngestStats()), recipe.size, entry.freeze
             finally:
                 source.close()

@@ -7,8 +7,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from moonclipfs.errors import CorruptError
-from moonclipfs.layers.records import PART_RECIPE, PART_STAGED
+from moonclipfs.formats.cut import CutRules
+from moonclipfs.layers.records import PART_HOLE, PART_RECIPE, PART_STAGED
 from moonclipfs.store.backend import os_errors, read_range
+from moonclipfs.store.kept import Kept, Previous
 from moonclipfs.types import Source
 
 
@@ -85,3 +87,10 @@ class StagedSource:
         if len(found) != length:
             raise CorruptError(f"staging generation {generation}: {len(found)} of {length} bytes at {offset}")
         return found
+
+
+def kept_parts(rules: CutRules, parts: Sequence[tuple[int, int, int, int]], before: Previous | None) -> Kept:
+    """What an ingest need not read of such a source: holes, and what is as it was in the file before."""
+    unchanged = [(offset, length) for offset, length, kind, _ in parts if kind == PART_RECIPE]
+    holes = [(offset, length) for offset, length, kind, _ in parts if kind == PART_HOLE]
+    return Kept(rules, before, unchanged, holes)

@@ -19,12 +19,11 @@ from typing import Any
 from moonclipfs import limits
 from moonclipfs.errors import BusyError, CorruptError, MoonclipError, UsageError
 from moonclipfs.layers import priority
-from moonclipfs.layers.records import PART_HOLE, PART_RECIPE
-from moonclipfs.layers.stagedsource import StagedSource
+from moonclipfs.layers.records import PART_RECIPE
+from moonclipfs.layers.stagedsource import StagedSource, kept_parts
 from moonclipfs.layers.wire import Channel, error_fields
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.ingest import worker_count
-from moonclipfs.store.kept import Kept
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, Kind, ObjectId
@@ -136,12 +135,7 @@ class Worker:
         parts: Sequence[tuple[int, int, int, int]] = job["parts"]
         if before is None and any(kind == PART_RECIPE for _, _, kind, _ in parts):
             raise CorruptError(f"{os.fsdecode(job['path'])}: some of it comes from a recipe, but none is named")
-        kept = Kept(
-            self._store.config.cut,
-            before,
-            [(offset, length) for offset, length, kind, _ in parts if kind == PART_RECIPE],
-            [(offset, length) for offset, length, kind, _ in parts if kind == PART_HOLE],
-        )
+        kept = kept_parts(self._store.config.cut, parts, before)
         source = StagedSource(job["size"], parts, job["data"], job["files"], before)
         try:
             recipe, size, _ = ingest.put_file(source, previous, self._check_stopping, kept)

@@ -203,6 +203,21 @@ def test_groups_of_another_tree_are_not_taken_for_those_of_this_one(store: Store
     assert groups(store) == {"p": 1, "q": 1, "sub": 0, "sub/m": 2, "sub/n": 2, "sub/o": 2}
 
 
+def test_holes_of_a_terabyte_are_not_read(store: Store, tmp_path: Path) -> None:
+    """Nor are they where the file before has them: the seal of a sparse file ends at once."""
+    end = 1 << 40
+    parts = ((0, 3, PART_STAGED, 7), (3, end - 6, PART_HOLE, 0), (end - 3, 3, PART_STAGED, 7))
+    sparse = file(b"f", b"", 3)._replace(size=end, parts=parts, data=((7, 0, b"abc"), (7, end - 3, b"xyz")))
+    [(_, _, recipe, _)] = seal(store, directory(b"", [sparse]))["files"]
+    parts = ((0, end - 3, PART_RECIPE, 0), (end - 3, 3, PART_STAGED, 8))
+    changed = sparse._replace(child=recipe, parts=parts, data=((8, end - 3, b"new"),), freeze=8)
+    version = store.names().bound()["run/a"]
+    seal(store, directory(b"", [changed], child=version.root))
+    [entry] = [entry for _, entry in store.walk(store.names().bound()["run/a"]) if entry.type is EntryType.FILE]
+    reader = store.open_file(entry)
+    assert (reader.size, reader.read(0, 5), reader.read(end - 5, 5)) == (end, b"abc\0\0", b"\0\0new")
+
+
 def test_staged_bytes_come_from_files_memory_recipes_and_holes(store: Store, tmp_path: Path) -> None:
     plain.publish(store, "old", {"f": b"r" * 9000})
     recipe = store.lookup(store.names().bound()["old"], b"f").child
