@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from moonclipfs.store.log import Names
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.recipes import decode_recipe
 from moonclipfs.store.store import Store, root_metadata
-from moonclipfs.types import NO_ID, Entry, EntryType, Kind, ObjectId, Version
+from moonclipfs.types import NO_ID, Attributes, Entry, EntryType, Kind, ObjectId, Version
 
 
 class _MovedError(Exception):
@@ -36,9 +36,9 @@ def publish(store: Store, request: Mapping[str, Any]) -> dict[str, Any]:
     showed through it; `staged` the path of the staging file of each generation that is in one; `metadata`, JSON, goes
     into the log; with `gone`, the directory was removed since, so that the version is removed at once, and kept.
 
-    Answers with the version (`path`, `number`, `sequence`, `root`), whether it is `new`,
-    `files` (inode, freeze, recipe, size) that were encoded here, `directories` (inode, object) as they are in the
-    version, the paths of what others changed, `foreign`, and the directory without these,
+    Answers with the version (`path`, `number`, `sequence`, `root`), whether it is `new`, `files` (inode, freeze,
+    recipe, size) that were encoded here, `directories` (inode, object) as they are in the version, `attributes` of
+    those to which others gave some, the paths of what others changed, `foreign`, and the directory without these,
     `ours`. Raises what `Ingest.publish` raises.
     """
     with store.ingest() as ingest:
@@ -121,6 +121,8 @@ class _Publish:
         return {**self._wanted, "attributes": attributes, "files": files, "bytes": size}
 
     def _answer(self, version: Version, ours: ObjectId, merge: Merge, *, new: bool) -> dict[str, Any]:
+        top = Entry(b"", EntryType.DIRECTORY, self._tree.attributes, child=version.root)
+        places = list(self._places(self._tree, top))
         return {
             "path": os.fsencode(version.path),
             "number": version.number,
@@ -128,20 +130,24 @@ class _Publish:
             "root": version.root,
             "new": new,
             "files": [(inode, freeze, recipe, size) for inode, (recipe, size, freeze) in self._files.items()],
-            "directories": list(self._places(self._tree, version.root).items()),
+            "directories": [(tree.inode, entry.child) for tree, entry in places],
+            "attributes": [
+                (tree.inode, *_fields(entry.attributes))
+                for tree, entry in places
+                if entry.attributes != tree.attributes
+            ],
             "foreign": sorted(merge.foreign),
             "ours": ours,
         }
 
-    def _places(self, tree: CapturedEntry, object_id: ObjectId) -> dict[int, ObjectId]:
-        """What each captured directory is in the version."""
-        places = {tree.inode: object_id}
-        known = self._directories.load(object_id)
+    def _places(self, tree: CapturedEntry, there: Entry) -> Iterator[tuple[CapturedEntry, Entry]]:
+        """Yield each captured directory with what it is in the version."""
+        yield tree, there
+        known = self._directories.load(there.child)
         for entry in tree.entries:
-            there = known.get(entry.name)
-            if entry.is_directory and there is not None and there.type is EntryType.DIRECTORY:
-                places |= self._places(entry, there.child)
-        return places
+            below = known.get(entry.name)
+            if entry.is_directory and below is not None and below.type is EntryType.DIRECTORY:
+                yield from self._places(entry, below)
 
     # Contents
 
@@ -219,3 +225,9 @@ class _Publish:
             if self._is_moved(entry):
                 group = self._group(entry.anchor, entry.group)
         return Entry(entry.name, type_, entry.attributes, size, child, entry.target, group)
+
+
+def _fields(attributes: Attributes) -> tuple[int, int, int, int, int, tuple[tuple[bytes, bytes], ...]]:
+    """As `records.Sealed` has them."""
+    a = attributes
+    return a.mode, a.uid, a.gid, a.mtime_ns, a.ctime_ns, tuple(sorted(a.xattrs.items()))

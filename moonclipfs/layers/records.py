@@ -170,7 +170,8 @@ class Sealed(NamedTuple):
     """A capture was published as a version, bound by log record `sequence`; sequence 0: it was given up.
 
     `directories` are the captured directories by inode number, as they are in the version. `ours` is what was captured,
-    without what others had published meanwhile.
+    without what others had published meanwhile. `attributes` are those that others gave to directories: by inode
+    number mode, uid, gid, mtime_ns, ctime_ns and xattrs.
     """
 
     capture: int
@@ -180,6 +181,7 @@ class Sealed(NamedTuple):
     root: ObjectId
     directories: tuple[tuple[int, ObjectId], ...] = ()
     ours: ObjectId = NO_ID
+    attributes: tuple[tuple[int, int, int, int, int, int, tuple[tuple[bytes, bytes], ...]], ...] = ()
 
 
 class Dropped(NamedTuple):

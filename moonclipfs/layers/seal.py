@@ -382,6 +382,7 @@ class Sealer:
         record = Sealed(
             capture.number, answer["path"], answer["number"], answer["sequence"], answer["root"],
             tuple((number, object_id) for number, object_id in answer["directories"]), answer["ours"],
+            answer["attributes"],
         )  # fmt: skip
         refs = [(Kind.DIRECTORY, answer["root"]), (Kind.DIRECTORY, answer["ours"])]
         refs += [(Kind.DIRECTORY, object_id) for _, object_id in answer["directories"]]
