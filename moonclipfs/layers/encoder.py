@@ -81,10 +81,13 @@ class Encoder:
             self._thread.join()
 
     def wake(self) -> None:
-        """Look for work now: staging may be nearly full."""
-        with self._changed:
-            self._hurry()
-            self._changed.notify_all()
+        """Look for work now: staging may be nearly full. Waits for nothing."""
+        if self._changed.acquire(blocking=False):  # else the thread, or who waits for it, is at it anyway
+            try:
+                self._hurry()
+                self._changed.notify_all()
+            finally:
+                self._changed.release()
 
     def drain(
         self, inodes: Collection[Inode] | None = None, timeout: float | None = None, *, urgent: bool = True
@@ -295,7 +298,7 @@ class Encoder:
         process = self._batch.process or self._running()
         answer = process.ask("encode", jobs=messages, urgent=urgent)
         by_number = {task.job.number: task for task in chunk}
-        failures = []
+        failures: dict[tuple[str, str], list[Task]] = {}
         with self._changed:
             batch, now = self._batch, time.monotonic()
             batch.process = process
@@ -303,7 +306,7 @@ class Encoder:
             for number, *result in answer["results"]:
                 task = by_number[number]
                 if isinstance(result[0], str):
-                    failures.append((task, error_of({"error": result[0], "message": result[1]})))
+                    failures.setdefault((result[0], result[1]), []).append(task)
                     continue
                 task.recipe, task.size = result
                 task.crashes = 0
@@ -311,11 +314,12 @@ class Encoder:
                 batch.bytes += task.staged_bytes
                 self._encoded_bytes += task.staged_bytes
             batch.grew = now
-        for task, failure in failures:
+        for (kind, text), tasks in failures.items():
+            failure = error_of({"error": kind, "message": text})
             if isinstance(failure, LeaseLostError):
                 raise failure
             batch.failing = True
-            self._fail([task], failure)
+            self._fail(tasks, failure)
 
     def _complete(self) -> None:
         """Make the batch durable, journal what became of each file, and let the process go on."""
@@ -362,20 +366,19 @@ class Encoder:
 
     def _fail(self, tasks: Iterable[Task], error: MoonclipError, *, again: bool = True) -> None:
         """Keep files staged, and try again later."""
-        for task in tasks:
-            if task.done or task.error is not None:
-                continue
-            with self._changed:
-                if self._is_gone(task):
-                    continue
-                log.warning("%s is not encoded yet, and stays staged: %s", task.name, error)
+        with self._changed:
+            failed = [task for task in tasks if not task.done and task.error is None and not self._is_gone(task)]
+            for task in failed:
                 self._give_up(task, str(error))
                 wait = limits.ENCODE_RETRY_SECONDS * 2 ** min(task.attempts, 16)
                 task.attempts += 1
                 task.due = time.monotonic() + min(wait, limits.ENCODE_RETRY_MOST_SECONDS) if again else float("inf")
                 task.error = error.with_traceback(None)  # it may be kept for long, and its frames hold buffers
-                self._failed.append(task)
-                self._changed.notify_all()
+            self._failed += failed
+            self._changed.notify_all()
+        if failed:
+            names = failed[0].name + (f" and {len(failed) - 1} other files" if failed[1:] else "")
+            log.warning("not encoded yet, but safe in staging: %s: %s", names, error)
         if isinstance(error, LeaseLostError):
             self._discard_process()
 

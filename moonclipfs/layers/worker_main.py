@@ -18,6 +18,7 @@ def main() -> None:
 
     from moonclipfs import limits
     from moonclipfs.errors import MoonclipError, NoSpaceError
+    from moonclipfs.layers import priority
     from moonclipfs.layers.wire import Channel, error_fields
     from moonclipfs.layers.worker import Worker
     from moonclipfs.store import reserve
@@ -55,6 +56,7 @@ def main() -> None:
     except MoonclipError as error:
         channel.send({"id": 0, **error_fields(error)})
         sys.exit(error.exit_code)
+    priority.set_group(polite=True)
     channel.send({"id": 0, "ready": os.getpid()})
     if not Worker(store, channel).run():
         os._exit(1)  # a dead owner's uploads are cleared by gc

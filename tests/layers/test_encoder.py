@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_a_process_that_dies_with_a_batch_does_not_make_it_durable(
 def test_a_file_that_is_deleted_while_it_waits_is_not_encoded(
     store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None]
 ) -> None:
-    expect_log("bad is not encoded yet")
+    expect_log("safe in staging: bad: ")
     bad = layer.add(noise(2, 100_000), path=b"bad")
     (generation,) = generations(bad)
     assert generation.path is not None
@@ -221,7 +222,7 @@ def test_a_file_that_kills_the_process_is_given_up_and_all_others_are_stored(
 ) -> None:
     deadly(monkeypatch, tmp_path)
     expect_log("encoder process was killed by SIGKILL; . files are encoded again")
-    expect_log("b is not encoded yet, and stays staged: b: .* killed by SIGKILL, each time it was encoded")
+    expect_log("safe in staging: b: b: .* killed by SIGKILL, each time it was encoded")
     good = [layer.add(noise(number, 5000), path=b"a") for number in range(3)]
     bad = layer.add(b"deadly" * 1000, path=b"b")
     good += [layer.add(noise(number, 5000), path=b"c") for number in range(3, 6)]
@@ -240,7 +241,7 @@ def test_a_file_that_kills_the_process_is_given_up_and_all_others_are_stored(
 def test_a_file_that_cannot_be_read_fails_alone_and_is_tried_again(
     store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None]
 ) -> None:
-    expect_log("bad is not encoded yet, and stays staged")
+    expect_log("safe in staging: bad: ")
     good, bad = layer.add(noise(1)), layer.add(noise(2, 100_000), path=b"bad")
     (generation,) = generations(bad)
     assert generation.path is not None
@@ -261,7 +262,7 @@ def test_failures_are_tried_again_without_anybody_asking(
 ) -> None:
     monkeypatch.setattr(limits, "ENCODE_RETRY_SECONDS", 0.5)
     monkeypatch.setattr(limits, "ENCODE_IDLE_SECONDS", 0.2)
-    expect_log("bad is not encoded yet")
+    expect_log("safe in staging: bad: ")
     bad = layer.add(noise(2, 100_000), path=b"bad")
     (generation,) = generations(bad)
     assert generation.path is not None
@@ -299,6 +300,23 @@ def test_operations_come_back_and_so_do_their_errors(
         encoder.call("nothing")
 
 
+def test_waking_waits_for_nothing(store: Store, layer: StubLayer, encoder: Encoder) -> None:
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with encoder._changed:
+            held.set()
+            go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    encoder.wake()
+    go.set()
+    thread.join()
+    encoder.wake()
+
+
 def test_after_stop_nothing_starts_a_process(store: Store, layer: StubLayer) -> None:
     encoder = Encoder(cast(Layer, layer), store.path)
     encoder.start()
@@ -330,7 +348,7 @@ def test_a_stop_in_the_midst_of_a_file_leaves_it_staged(store: Store, layer: Stu
 def test_a_store_that_cannot_be_opened_is_an_error_of_each_file(
     tmp_path: Path, layer: StubLayer, expect_log: Callable[[str], None]
 ) -> None:
-    expect_log("f is not encoded yet, and stays staged: .*nowhere")
+    expect_log("safe in staging: f: .*nowhere")
     encoder = Encoder(cast(Layer, layer), tmp_path / "nowhere")
     encoder.start()
     try:

@@ -108,7 +108,7 @@ def disturb(store: Store, layer: Layer, encoder: Encoder, stop: threading.Event,
 def test_everything_at_once(
     store: Store, monkeypatch: pytest.MonkeyPatch, expect_log: Callable[[str], None], seed: int
 ) -> None:
-    expect_log("encoder process was killed by SIGKILL|is not encoded yet")
+    expect_log("encoder process was killed by SIGKILL|safe in staging")
     monkeypatch.setattr(limits, "ENCODE_DELAY_SECONDS", 0.05)
     monkeypatch.setattr(limits, "ENCODE_IDLE_SECONDS", 0.1)
     monkeypatch.setattr(limits, "ENCODE_RETRY_SECONDS", 0.2)

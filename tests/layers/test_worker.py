@@ -269,3 +269,12 @@ def test_the_process_imports_no_torch_and_no_fuse(process: WorkerProcess) -> Non
     maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert "torch" not in maps
     assert "fuse" not in maps
+
+
+def test_the_session_of_the_process_is_polite_too(process: WorkerProcess) -> None:
+    group = Path(f"/proc/{process.pid}/autogroup")
+    try:
+        text = group.read_text()
+    except OSError:
+        pytest.skip("this kernel shares the processor between threads alone")
+    assert text.split()[-1] == "10"
