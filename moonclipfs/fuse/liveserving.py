@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import trio
@@ -51,9 +50,6 @@ class LiveServer(Server):
 
     async def answering(self) -> None:
         """Begin to encode and seal."""
-        recovery = {name: count for name, count in asdict(self.live.layer.recovery).items() if count}
-        if recovery:
-            log.info("recovered layer %s after it was not closed: %s", self.live.layer.name, recovery)
         self._started = True
         await trio.to_thread.run_sync(self.live.start)
 

@@ -106,7 +106,8 @@ def _find_orphans(
     files.orphans = layer.staging.orphans(captured | in_files)
     files.log.disposal.drop_after_commit(unused)
     layer.state.generations = max([layer.state.generations, *files.orphans])
-    recovery.orphans = len(files.orphans) + sum(generation.path is not None for generation in unused)
+    there = set(layer.staging.orphans(set()))
+    recovery.orphans = len(files.orphans) + sum(generation.number in there for generation in unused)
 
 
 def _is_stored(inode: Inode, contents: ContentReplay) -> bool:
