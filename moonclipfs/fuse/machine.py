@@ -23,7 +23,7 @@ def check_machine() -> list[Finding]:
     """Look at what a mount needs, and at the mounts that there are. Touches no mounted file system, which may hang."""
     return [
         check_device(), check_helper(), check_binding(), check_allow_other(prepare.FUSE_CONFIG),
-        check_kernel(os.uname().release), check_read_ahead(), *map(check_mount, find_mounts()),
+        check_kernel(os.uname().release), check_extension(), check_read_ahead(), *map(check_mount, find_mounts()),
     ]  # fmt: skip
 
 
@@ -74,6 +74,14 @@ def check_kernel(release: str) -> Finding:
     lack = [f"{name} (from {major}.{minor})" for (major, minor), name in _FEATURES if number < (major, minor)]
     text = f"{release}: has {', '.join(have) or 'the basics'}" + (f"; lacks {', '.join(lack)}" if lack else "")
     return Finding("kernel", State.OK, text)
+
+
+def check_extension() -> Finding:
+    """Was the extension built that asks the kernel for more than libfuse does?"""
+    if importlib.util.find_spec("moonclipfs._fuseinit") is not None:
+        return Finding("fuse extension", State.OK, "built: mounts use what the kernel offers beyond libfuse")
+    advice = "install again where a C compiler is; with libfuse older than 3.14 it makes no difference"
+    return Finding("fuse extension", State.NOTE, "not built: writing to a mount is slower, all else works", advice)
 
 
 def check_read_ahead() -> Finding:

@@ -115,8 +115,7 @@ def _mount(operations: Operations, place: str, source: str, options: MountOption
     """Make the mount. Raises FuseUnavailableError with what libfuse has to say about it."""
     # `max_read` must not be among these: libfuse 3.14 would let INIT fail.
     flags = {"nosuid", "nodev", "default_permissions", f"fsname={source}", f"subtype={FILE_SYSTEM[5:]}"}
-    if options.read_only:
-        flags.add("ro")
+    flags.add("ro" if options.read_only else "noatime")
     if options.allow_other:
         flags.add("allow_other")
     initflags.arm(writable=not options.read_only)

@@ -359,7 +359,7 @@ def test_allow_other_refuses_a_store_that_others_can_read(store: Store, mounter:
 
 
 def test_r029_one_device_and_read_only(small: Mounted, tmp_path: Path) -> None:
-    """The whole mount has one st_dev; every change of it is refused with EROFS."""
+    """The whole mount has one st_dev; with --read-only every change of it is refused with EROFS."""
     device = os.stat(small.path).st_dev
     places = ["run1", "run1/a", "run1/a/sub/deep/x", "@versions", "@versions/run1/a/1", "@latest"]
     assert {os.stat(small.path / place).st_dev for place in places} == {device}
@@ -440,7 +440,7 @@ def test_two_mounts_of_one_store(store: Store, mounter: Mounter, tmp_path: Path)
 
 
 def test_a_store_that_cannot_be_written_to_is_mounted(store: Store, tmp_path: Path, fuse: None) -> None:
-    """A store in a read-only directory can be mounted; it has no lease then."""
+    """A store in a read-only directory can be mounted with --read-only; it has no lease then."""
     publish(store, "run1/a", {"x": b"1"})
     store.close()
     if os.geteuid() != 0:

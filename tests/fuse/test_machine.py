@@ -15,8 +15,8 @@ from moonclipfs.store.health import State
 
 
 def test_everything_is_looked_at() -> None:
-    assert [finding.what for finding in machine.check_machine()][:6] == [
-        *("fuse device", "fusermount3", "pyfuse3", "allow-other", "kernel", "read-ahead"),
+    assert [finding.what for finding in machine.check_machine()][:7] == [
+        *("fuse device", "fusermount3", "pyfuse3", "allow-other", "kernel", "fuse extension", "read-ahead"),
     ]
 
 

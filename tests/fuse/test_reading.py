@@ -144,13 +144,15 @@ def test_r005_many_faults_at_once_all_get_an_answer(store: Store, tmp_path: Path
             mapped.close()
 
 
-def test_r007_the_kernel_lists_the_type(small: Mounted) -> None:
-    """The kernel lists the mount as fuse.moonclipfs, read-only, nosuid and nodev."""
+def test_r007_the_kernel_lists_the_type(small: Mounted, mounter: Mounter, tmp_path: Path) -> None:
+    """The kernel lists the mount as fuse.moonclipfs, nosuid, nodev and, with --read-only, read-only."""
+    written = mounter(small.store, tmp_path / "written", read_only=False)
     fields = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    (line,) = [line for line in fields if line[1] == str(small.path)]
-    assert line[0] == str(small.store)
-    assert line[2] == "fuse.moonclipfs"
-    assert {"ro", "nosuid", "nodev", "default_permissions"} <= set(line[3].split(","))
+    for mounted, mode in ((small, "ro"), (written, "rw")):
+        (line,) = [line for line in fields if line[1] == str(mounted.path)]
+        assert line[0] == str(small.store)
+        assert line[2] == "fuse.moonclipfs"
+        assert {mode, "nosuid", "nodev", "default_permissions"} <= set(line[3].split(","))
 
 
 def test_r007_the_head_of_a_file_warms_what_follows(big_store: tuple[Path, bytes], mounter: Mounter) -> None:

@@ -80,7 +80,8 @@ def test_a_wheel_holds_the_whole_package_and_works_alone(tmp_path: Path) -> None
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {name for name in tracked.decode().split("\0") if name.startswith("moonclipfs/")}
     assert expected <= names
-    assert any(name.startswith("moonclipfs/_codec.") and name.endswith(".so") for name in names)
+    for extension in ("_codec", "_fuseinit"):
+        assert any(name.startswith(f"moonclipfs/{extension}.") and name.endswith(".so") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "ext/"))]
     subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
