@@ -68,6 +68,8 @@ class _Publish:
         """Encode, merge and bind."""
         self._encode()
         base = self._request.get("base", self._tree.child)
+        if (before := self._published()) is not None:
+            return self._found_again(before, base)
         while True:
             newest = self._store.names().bound().get(self._path)
             self._number_groups(newest)
@@ -90,6 +92,19 @@ class _Publish:
             if self._request.get("gone"):
                 self._withdraw(version, newest)
             return self._answer(version, ours, merge, new=True)
+
+    def _published(self) -> Version | None:
+        """The version that this capture became already: the layer may have forgotten that in a crash."""
+        mark = self._wanted.get("capture")
+        found = [one for one in self._store.names().all_versions() if mark and one.metadata.get("capture") == mark]
+        return min(found, key=lambda version: version.sequence, default=None)
+
+    def _found_again(self, version: Version, base: ObjectId) -> dict[str, Any]:
+        self._number_groups(version)
+        ours, merge = self._assemble(self._tree), Merge(self._directories)
+        merge.merge(base, ours, version.root)
+        self._ingest.complete([(Kind.DIRECTORY, version.root), (Kind.DIRECTORY, ours)])
+        return self._answer(version, ours, merge, new=False)
 
     def _is_known(self, newest: Version, root: ObjectId) -> bool:
         """Whether the newest version is what is to be sealed; an explicit seal of it counts more than another."""

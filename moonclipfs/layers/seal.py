@@ -357,7 +357,7 @@ class Sealer:
             "path": place,
             "tree": encode_tree(self._resolved(capture.tree, capture.counter)),
             "staged": staged,
-            "metadata": json.dumps(capture.metadata),
+            "metadata": json.dumps({**capture.metadata, "capture": f"{self._layer.id.hex()}.{capture.number}"}),
             "base": capture.base if capture.base != NO_ID else capture.tree.child,
             "gone": path is None,
         }

@@ -11,7 +11,7 @@ from moonclipfs.store.store import Store
 from moonclipfs.store.target import locate
 from moonclipfs.types import Version
 
-_MARKS = ("automatic", "restored", "cloned")
+_MARKS = ("automatic", "capture", "restored", "cloned")
 """Metadata that is told anew: what a person binds is not automatic, so that it is kept until it is forgotten."""
 
 

@@ -113,6 +113,16 @@ def test_nothing_new_makes_no_version(store: Store) -> None:
     assert seal(store, same)["new"] is False
 
 
+def test_a_capture_is_published_once(store: Store) -> None:
+    """A capture whose version is there already, perhaps under newer ones, is not published again."""
+    tree = directory(b"", [file(b"a", b"1", 3)])
+    first = seal(store, tree, metadata={"capture": "x.1"})
+    second = seal(store, directory(b"", [file(b"a", b"2", 3)], child=first["root"]), metadata={"capture": "x.2"})
+    again = seal(store, tree, metadata={"capture": "x.1"})
+    assert (again["sequence"], again["root"], again["new"]) == (first["sequence"], first["root"], False)
+    assert store.names().bound()["run/a"].sequence == second["sequence"]
+
+
 def test_different_files_of_two_layers_end_in_one_version(store: Store) -> None:
     """Two layers that write different files of one directory end in one snapshot."""
     base = seal(store, directory(b"", [file(b"both", b"0", 2), file(b"old", b"old", 3), directory(b"d", [], 9)]))[
@@ -209,8 +219,8 @@ def test_holes_of_a_terabyte_are_not_read(store: Store, tmp_path: Path) -> None:
     parts = ((0, 3, PART_STAGED, 7), (3, end - 6, PART_HOLE, 0), (end - 3, 3, PART_STAGED, 7))
     sparse = file(b"f", b"", 3)._replace(size=end, parts=parts, data=((7, 0, b"abc"), (7, end - 3, b"xyz")))
     [(_, _, recipe, _)] = seal(store, directory(b"", [sparse]))["files"]
-    parts = ((0, end - 3, PART_RECIPE, 0), (end - 3, 3, PART_STAGED, 8))
-    changed = sparse._replace(child=recipe, parts=parts, data=((8, end - 3, b"new"),), freeze=8)
+    again = ((0, end - 3, PART_RECIPE, 0), (end - 3, 3, PART_STAGED, 8))
+    changed = sparse._replace(child=recipe, parts=again, data=((8, end - 3, b"new"),), freeze=8)
     version = store.names().bound()["run/a"]
     seal(store, directory(b"", [changed], child=version.root))
     [entry] = [entry for _, entry in store.walk(store.names().bound()["run/a"]) if entry.type is EntryType.FILE]
