@@ -59,6 +59,11 @@ COMMIT_ATTEMPTS = 1000
 RESERVE_BYTES = 16 * MIB
 """Preallocated, given back while forget and gc run on a full disk."""
 REPACK_DEAD_SHARE = 0.30
+REPACK_PRESSED_SHARE = 0.10
+"""The same when the disk is needed."""
+REBASE_SHARE = 0.90
+"""What objects that hang on needless bases take when they are stored anew, as a share of what they and these bases
+take, at most: less is not worth the work."""
 REPACK_BYTES = 4 * GIB
 """Copied by gc at most before it deletes what the copies replace."""
 GC_WAIT_SECONDS = 2.0
@@ -125,8 +130,15 @@ LISTING_BATCH = 128
 MOUNT_TASKS = 1024
 """Requests in work at one time; more wait in the kernel."""
 WRITE_INLINE_BYTES = 128 * KIB
-"""A write shorter than this is staged at once, a longer one on a thread."""
+"""A write shorter than this is staged at once, a longer one on a thread where the disk is slow: else the change of
+threads would take longer than the write, which ends in the page cache.
+"""
+SLOW_WRITE_SECONDS = 0.02
+SLOW_DISK_SECONDS = 1.0
+"""How long a disk is taken for slow after one write that was."""
 WRITE_THREADS = 16
+STAGING_PATIENCE_SECONDS = 30.0
+"""A writer that waits for staged bytes to be stored is told of a full disk when, for so long, none could be."""
 SYNC_THREADS = 32
 """Callers of fsync served at one time: they share a sync of the journal."""
 CONTROL_LINE_BYTES = 64 * KIB

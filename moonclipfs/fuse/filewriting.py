@@ -99,6 +99,8 @@ class FileOperations(Operations):
         """The mount is about to end: nobody waits for room any more."""
         self.direct = False
         """Writers go past the page cache, and the kernel keeps it right."""
+        self._slow_until = 0.0
+        """Until then the staging disk is taken for slow, and longer writes go to threads."""
         self._last_handle = LIVE_BIT
         self._writers = trio.CapacityLimiter(limits.WRITE_THREADS)
         self._syncers = trio.CapacityLimiter(limits.SYNC_THREADS)
@@ -209,11 +211,16 @@ class FileOperations(Operations):
         if not is_live_handle(fh):
             raise FUSEError(errno.EROFS)
         write = partial(self.open_files[fh].file.write, off, buf, time.time_ns())
-        if len(buf) < limits.WRITE_INLINE_BYTES:
+        began = time.monotonic()
+        if len(buf) < limits.WRITE_INLINE_BYTES or began >= self._slow_until:
             try:
                 return write()
             except (NoSpaceError, StagingFullError) as error:
                 let_go(error)  # it takes longer
+            finally:
+                ended = time.monotonic()
+                if ended - began > limits.SLOW_WRITE_SECONDS:
+                    self._slow_until = ended + limits.SLOW_DISK_SECONDS
         return await self.with_room(write, len(buf), self._writers)
 
     async def with_room(self, work: Callable[[], T], length: int, limiter: trio.CapacityLimiter | None = None) -> T:
@@ -221,6 +228,7 @@ class FileOperations(Operations):
         once when the disk is full. Raises NoSpaceError.
         """
         seconds, reclaimed = _FIRST_WAIT_SECONDS, False
+        staged, since = self.layer.staging.used, time.monotonic()
         while True:
             try:
                 return await trio.to_thread.run_sync(work, limiter=limiter or self._threads)
@@ -228,6 +236,11 @@ class FileOperations(Operations):
                 let_go(error)
                 if self.ending:
                     raise NoSpaceError(f"the mount ends: {error}") from error
+                used, now = self.layer.staging.used, time.monotonic()
+                if used < staged:
+                    staged, since = used, now
+                elif now - since > limits.STAGING_PATIENCE_SECONDS and self.live.encoder.status()["failures"]:
+                    raise NoSpaceError(f"nothing that is staged can be stored: {error}") from error
                 self.live.encoder.wake()
                 await trio.sleep(seconds)
                 seconds = min(2 * seconds, _LONGEST_WAIT_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -79,28 +80,32 @@ def mounter(fuse: None, tmp_path: Path) -> Iterator[Mounter]:
 
 
 PATCHED_SERVER = """
-import sys
+import json, sys
 sys.path.insert(0, sys.argv[4])
 {patch}
 from moonclipfs.fuse.prepare import MountOptions
 from moonclipfs.fuse.server import serve
-serve(sys.argv[1], sys.argv[2], MountOptions(foreground=True, read_only=True), lambda: open(sys.argv[3], "w").close())
+options = MountOptions(foreground=True, **json.loads(sys.argv[5]))
+sys.exit(serve(sys.argv[1], sys.argv[2], options, lambda: open(sys.argv[3], "w").close()))
 """
 
 
 @contextmanager
-def patched_server(store: Path, place: Path, patch: str) -> Iterator[Mounted]:
-    """Mount with a server that runs the Python code `patch` first; it has to end well when told to stop."""
+def patched_server(store: Path, place: Path, patch: str, *, ends: int = 0, **options: Any) -> Iterator[Mounted]:
+    """Mount, read-only unless asked otherwise, with a server that runs the Python code `patch` first; it has to end
+    with the exit code `ends` when told to stop.
+    """
+    options.setdefault("read_only", True)
     place.mkdir(exist_ok=True)
     ready = place.parent / "ready"
     code = PATCHED_SERVER.format(patch=patch)
     root = Path(__file__).parents[2]
-    server = subprocess.Popen([sys.executable, "-c", code, store, place, ready, root])
+    server = subprocess.Popen([sys.executable, "-c", code, store, place, ready, root, json.dumps(options)])
     try:
         eventually(ready.exists)
         yield Mounted(store, place, place.parent / "none", server.pid)
         server.terminate()
-        assert server.wait(10) == 0
+        assert server.wait(30) == ends
     finally:
         server.kill()
         server.wait()

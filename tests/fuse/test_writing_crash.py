@@ -16,7 +16,7 @@ import pytest
 
 from moonclipfs.fuse.control import ask
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually, is_running
+from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually, is_running, patched_server
 from tests.layers.publish import publish
 
 MIB = 1 << 20
@@ -184,3 +184,19 @@ def test_past_the_staging_limit_a_writer_waits(store: Store, mounter: Mounter) -
     assert (mounted.path / "f").read_bytes() == data
     assert (mounted.path / "g3").read_bytes() == data[3 * MIB : 6 * MIB]
     assert "ERROR" not in mounted.log_text()
+
+
+def test_a_writer_does_not_wait_for_ever_when_nothing_can_be_stored(store: Store, tmp_path: Path) -> None:
+    """Where nothing that is staged can be stored, a writer that waited for long gets ENOSPC, and the mount goes on."""
+    (store.path / "packs").rename(tmp_path / "away")
+    (store.path / "packs").write_bytes(b"no directory")
+    patch = "from moonclipfs import limits\nlimits.STAGING_PATIENCE_SECONDS = 1.0"
+    with patched_server(
+        store.path, tmp_path / "mnt", patch, ends=1, read_only=False, staging_limit=4 * MIB, seal_after=None
+    ) as mounted:
+        with pytest.raises(OSError) as caught, (mounted.path / "f").open("wb", buffering=0) as file:
+            for _ in range(8):
+                file.write(os.urandom(MIB))
+        assert caught.value.errno == errno.ENOSPC
+        os.mkdir(mounted.path / "d")
+        assert len((mounted.path / "f").read_bytes()) >= 3 * MIB
