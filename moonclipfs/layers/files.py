@@ -167,7 +167,8 @@ class Files:
             if file.write_open:
                 self.log.journal(inode)
         finally:
-            if file.write_open and not inode.writers and inode.links:
+            is_stored = inode.content is not None and inode.content.exact
+            if (file.write_open or is_stored) and not inode.writers and inode.links:
                 self.jobs.closed(inode)
             self.layer.state.release(inode)
 

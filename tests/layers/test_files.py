@@ -10,17 +10,21 @@ import pytest
 
 from moonclipfs import limits
 from moonclipfs.errors import (
+    CorruptError,
     DirectoryError,
     LimitError,
     StagingFullError,
     UsageError,
 )
+from moonclipfs.layers.files import OpenFile
 from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.staging import Generation
+from moonclipfs.store.recipes import Recipe
 from moonclipfs.store.store import Store
-from moonclipfs.types import EntryType
-from tests.layers.filekit import encode, make_file, read_all, staging_names, write_file
+from moonclipfs.types import EntryType, ObjectId
+from tests.layers.filekit import encode, make_file, overwrite, read_all, staging_names, write_file
 
-KIB = 1024
+BIG = 2 * limits.INLINE_BYTES
 
 
 @pytest.fixture
@@ -243,3 +247,160 @@ def test_writers_and_the_encoder_at_once(layer: Layer) -> None:
     assert not failures
     found = read_all(layer, inode)
     assert found == truth[: len(found)] and not any(truth[len(found) :])
+
+
+def test_what_is_not_in_memory_is_not_waited_for(layer: Layer) -> None:
+    data = os.urandom(BIG)
+    inode = write_file(layer, b"a", data)
+    encode(layer, *layer.take_jobs(0.0, urgent=True))
+    file = layer.open_file(inode, write=True)
+    file.write(BIG - 10, b"x" * 20, 5)
+    assert file.cached(0, 10) is None and file.cached(BIG - 10, 20) == b"x" * 20
+    file.prefetch(0, file.size)
+    assert file.cached(0, BIG + 100) == data[:-10] + b"x" * 20
+    assert file.cached(BIG + 10, 5) == b""
+    file.close()
+
+
+def test_a_damaged_recipe_is_an_error(layer: Layer) -> None:
+    inode = write_file(layer, b"a", os.urandom(BIG))
+    (job,) = layer.take_jobs(0.0, urgent=True)
+    layer.stored(job, b"?" * 32, BIG)
+    with pytest.raises(CorruptError):
+        read_all(layer, inode)
+
+
+def test_a_recipe_that_is_too_short_is_an_error(layer: Layer) -> None:
+    short = write_file(layer, b"short", b"x" * BIG)
+    inode = write_file(layer, b"a", os.urandom(BIG + 1))
+    encode(layer, *layer.take_jobs(0.0, urgent=True, inodes=[short]))
+    (job,) = layer.take_jobs(0.0, urgent=True)
+    layer.stored(job, short.child, BIG + 1)
+    with pytest.raises(CorruptError):
+        read_all(layer, inode)
+
+
+def test_what_is_reclaimed_under_a_reader_is_read_from_where_it_is_now(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader looks where the bytes were; meanwhile they were encoded anew, and what they were from is gone."""
+    inode = write_file(layer, b"a", os.urandom(BIG))
+    encode(layer, *layer.take_jobs(0.0, urgent=True))
+    old = inode.child
+    overwrite(layer, inode, os.urandom(BIG))
+    data = read_all(layer, inode)
+    encode(layer, *layer.take_jobs(0.0, urgent=True))
+    load, new = layer.store.recipe_object, inode.child
+    inode.child = old
+    file = layer.open_file(inode, write=False)
+
+    def recipe_object(recipe: ObjectId) -> Recipe:
+        if recipe == old:
+            inode.child = new
+            raise CorruptError("reclaimed")
+        return load(recipe)
+
+    monkeypatch.setattr(layer.store, "recipe_object", recipe_object)
+    assert file.read(0, BIG) == data
+    file.close()
+
+
+# Syncs, and what happens while the disk is at work
+
+
+def _write(layer: Layer, file: OpenFile) -> None:
+    file.write(5, b"meanwhile", 9)
+
+
+def _flush(layer: Layer, file: OpenFile) -> None:
+    _write(layer, file)
+    file.flush()
+
+
+def _cut(layer: Layer, file: OpenFile) -> None:
+    layer.truncate(file.inode, BIG // 2, 9)
+    file.flush()
+
+
+def _replace(layer: Layer, file: OpenFile) -> None:
+    layer.truncate(file.inode, 0, 9)
+    file.write(0, b"replaced" * BIG, 9)
+    file.flush()
+
+
+def _half_replace(layer: Layer, file: OpenFile) -> None:
+    layer.truncate(file.inode, 0, 9)
+    file.write(0, b"replaced", 9)
+
+
+def _rename(layer: Layer, file: OpenFile) -> None:
+    _write(layer, file)
+    layer.rename(layer.root, b"a", layer.root, b"b", 9)
+
+
+def _sync(layer: Layer, file: OpenFile) -> None:
+    _write(layer, file)
+    file.sync()
+
+
+def _encode(layer: Layer, file: OpenFile) -> None:
+    jobs = layer.take_jobs(0.0, urgent=True, pressure=True)
+    _write(layer, file)
+    encode(layer, *jobs)
+
+
+def _checkpoint(layer: Layer, file: OpenFile) -> None:
+    _write(layer, file)
+    layer.files.checkpoint()
+
+
+def _unlink(layer: Layer, file: OpenFile) -> None:
+    layer.unlink(layer.root, b"a", 9)
+
+
+@pytest.mark.parametrize("file_before", [False, True])
+@pytest.mark.parametrize(
+    "meanwhile",
+    [_write, _flush, _cut, _replace, _half_replace, _rename, _sync, _encode, _checkpoint, _unlink],
+    ids=lambda function: function.__name__.strip("_"),
+)
+def test_a_change_during_a_sync(
+    store: Store, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Layer, OpenFile], None], file_before: bool
+) -> None:
+    """What was there when the sync began is durable, or what came later; what was accepted outlives a kill."""
+    layer = Layer.open(store, "test")
+    data = os.urandom(BIG)
+    if file_before:
+        write_file(layer, b"a", os.urandom(BIG))
+        layer.sync_all()
+    file = layer.open_file(layer.lookup(layer.root, b"a") if file_before else make_file(layer, b"a"), write=True)
+    file.write(0, data, 1)
+    then: list[Callable[[Layer, OpenFile], None]] = [meanwhile]
+    original = Generation.sync
+
+    def sync(generation: Generation) -> None:
+        original(generation)
+        while then:
+            then.pop()(layer, file)
+
+    monkeypatch.setattr(Generation, "sync", sync)
+    file.sync()
+    assert not then
+    now = file.read(0, file.size)
+    layer.close()
+
+    def reopened(boot: bytes | None) -> bytes | None:
+        with pytest.MonkeyPatch.context() as patch:
+            if boot is not None:
+                patch.setattr("moonclipfs.layers.journal.this_boot", lambda: boot)
+            again = Layer.open(store, "test")
+            names = again.names_in(again.root)
+            found = read_all(again, again.lookup(again.root, names[0])) if names else None
+            again.close()
+            return found
+
+    left = {None} if meanwhile is _unlink else {now} if meanwhile is not _half_replace else {data}
+    in_place = data[:5] + b"meanwhile" + data[14:]
+    killed = reopened(None)
+    assert killed in left | ({data, in_place} if meanwhile in (_write, _encode) else set())
+    assert reopened(b"other".ljust(16)) in left | {killed, data, in_place}

@@ -166,6 +166,16 @@ def test_stored_files_take_no_memory(layer: Layer) -> None:
     assert layer.staging.used == 0 and all(inode.content is None for inode in inodes)
 
 
+def test_stored_files_that_were_open_take_no_memory_when_they_are_closed(layer: Layer) -> None:
+    data = os.urandom(BIG)
+    inode = write_at(layer, b"a", data)
+    reader = layer.open_file(inode, write=False)
+    encode(layer, *urgent(layer))
+    assert inode.content is not None
+    reader.close()
+    assert inode.content is None and read_all(layer, inode) == data
+
+
 def test_storing_is_no_change_for_seals(layer: Layer) -> None:
     inode = write_at(layer, b"a", os.urandom(BIG))
     changed, below = inode.changed, layer.root.below
