@@ -16,7 +16,7 @@ from moonclipfs.layers.base import Missing
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.lookup import ABSENT, Lookup
 from moonclipfs.layers.names import Area, View, join
-from moonclipfs.layers.records import Dropped, Moving, Record, Rename, Unbound
+from moonclipfs.layers.records import Dropped, Kept, Moving, Record, Rename, Unbound
 from moonclipfs.store.log import Names
 from moonclipfs.store.replay import is_at_or_below
 from moonclipfs.store.store import Store
@@ -82,14 +82,20 @@ class NameSync(Lookup):
                 continue  # the directory went away with it: then its own name is among the changes
 
     def _drop_clean(self, changes: Iterable[tuple[bytes, bytes]]) -> None:
-        """Let go of own subtrees without changes whose snapshot others published anew, moved or removed."""
+        """Let go of own subtrees without changes whose snapshot others published anew, moved or removed; one with
+        changes is no snapshot any more when others removed it.
+        """
         live = self.view.area(Area.LIVE).directories
         for path, name in sorted(changes, key=lambda change: -len(join(*change).split(b"/"))):
             directory = self._own_directory(path)
             inode = directory.entries.get(name) if directory is not None else None
-            if directory is None or inode is None or not inode.is_directory or self._is_dirty(inode):
+            if directory is None or inode is None or not inode.is_directory:
                 continue
             leaf = live.get(path, {}).get(name)
+            if self._is_dirty(inode):
+                if inode.sealed and not isinstance(leaf, Version):
+                    self.record(Kept(inode.number))
+                continue
             if isinstance(leaf, Version) and leaf.sequence == inode.sealed:
                 continue
             empty = name not in live.get(path, {}) and _is_left_over(directory, name, inode)

@@ -249,6 +249,14 @@ class Counters(NamedTuple):
     change: int
 
 
+class Kept(NamedTuple):
+    """Others removed or moved the snapshot that a directory was, which stays since it has unsealed changes: from here
+    on it is an ordinary directory, and a change.
+    """
+
+    number: int
+
+
 class Unbinding(NamedTuple):
     """In a journal that is written anew: the log must still be told that the snapshot bound by `sequence` is gone."""
 
@@ -274,6 +282,7 @@ Record: TypeAlias = (
     | Whole
     | Counters
     | Unbinding
+    | Kept
 )
 
 _TYPES: tuple[Callable[..., Any], ...] = (
@@ -294,6 +303,7 @@ _TYPES: tuple[Callable[..., Any], ...] = (
     Whole,
     Counters,
     Unbinding,
+    Kept,
 )
 _CODES = {type_: code for code, type_ in enumerate(_TYPES, 1)}
 

@@ -18,6 +18,7 @@ from moonclipfs.layers.records import (
     Adopt,
     Counters,
     Dropped,
+    Kept,
     Link,
     Make,
     Moving,
@@ -70,6 +71,7 @@ class State:
             SetAttributes: self._set_attributes,
             SetXattr: self._set_xattr,
             Dropped: self._drop,
+            Kept: self._keep,
             Unbound: lambda record: self.unbinding.pop(record.sequence, None),
             Unbinding: lambda record: self.unbinding.update({record.sequence: record.path}),
             Moving: self._move,
@@ -307,6 +309,11 @@ class State:
                 self.own.pop(inode.number, None)
                 self.release(inode)
         directory.counted = 0
+
+    def _keep(self, record: Kept) -> None:
+        inode = self.directory(record.number)
+        inode.sealed = 0
+        self.changed(inode)
 
     def _move(self, record: Moving) -> None:
         self.moving = record if record.old else None

@@ -276,9 +276,9 @@ class LayerMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK)
     def seal(self, pick: int) -> None:
-        """Nothing that the layer shows changes by it."""
+        """Nothing that the layer shows changes by it, unless it merges what others bound meanwhile."""
         path, node = self._node(pick, directory=True)
-        if not node.is_directory or not path:
+        if not node.is_directory or not path or self.layer.conflicts():
             return
         try:
             Sealer(self.layer, LocalEncoder(self.layer), seal_after=None).seal(path)
@@ -306,8 +306,15 @@ class LayerMachine(RuleBasedStateMachine):
         new.bound = True
 
     def _bound(self, pick: int) -> tuple[bytes, Node] | None:
-        found = [(path, node) for path, node, _, _ in self.model.root.walk() if node.bound]
+        """A snapshot, and not one that hides something in the base of a directory around it."""
+        found = [(path, node) for path, node, _, _ in self.model.root.walk() if node.bound and not self._is_nested(path)]
         return found[pick % len(found)] if found else None
+
+    def _is_nested(self, path: bytes) -> bool:
+        while path := path.rpartition(b"/")[0]:
+            if self.layer.resolve(path).lower is not None:
+                return True
+        return False
 
     def _others(self, path: bytes, change: Callable[[str], object]) -> bool:
         """Let others change a name; returns whether it is as it was here, since there are changes at or below it."""

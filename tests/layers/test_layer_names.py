@@ -12,12 +12,14 @@ import pytest
 from moonclipfs.errors import BackendError, MoonclipError, NotEmptyError, NotFoundError, UsageError
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.seal import Sealer
 from moonclipfs.layers.tree import NotCachedError
 from moonclipfs.store.leases import live_leases
 from moonclipfs.store.log import Log
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType
 from tests.layers.publish import publish
+from tests.layers.sealkit import LocalEncoder
 
 NOW = 2_000_000_000_000_000_001
 
@@ -456,3 +458,20 @@ def test_the_lease_waits_for_the_layer(store: Store, opened: Callable[[], Layer]
     publish(store, "c", {"x": b"1"})
     store.names()
     assert seen() == 3
+
+
+def test_what_others_removed_and_changes_keep_stays(store: Store, opened: Callable[[], Layer]) -> None:
+    """A directory with unsealed changes stays when others remove its snapshot, also after a part of it was sealed."""
+    publish(store, "a", {"d": {"x": b"1"}, "f": b"2"})
+    layer = opened()
+    file(layer, layer.resolve(b"a/d"), b"own")
+    store.log.unbind(["a"])
+    layer.refresh(NOW)
+    shown = [b"a", b"a/d", b"a/d/own", b"a/d/x", b"a/f"]
+    assert paths(layer) == shown and layer.conflicts() == []
+    layer = opened()
+    version = Sealer(layer, LocalEncoder(layer), seal_after=None).seal(b"a/d")
+    assert version is not None and bound(store) == ["a/d"]
+    for _ in range(2):
+        assert paths(layer) == shown
+        layer = opened()
