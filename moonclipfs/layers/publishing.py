@@ -90,7 +90,7 @@ class _Publish:
             except _MovedError:
                 continue
             if self._request.get("gone"):
-                self._withdraw(version, newest)
+                self._withdraw(version)
             return self._answer(version, ours, merge, new=True)
 
     def _published(self) -> Version | None:
@@ -104,6 +104,8 @@ class _Publish:
         ours, merge = self._assemble(self._tree), Merge(self._directories)
         merge.merge(base, ours, version.root)
         self._ingest.complete([(Kind.DIRECTORY, version.root), (Kind.DIRECTORY, ours)])
+        if self._request.get("gone"):
+            self._withdraw(version)
         return self._answer(version, ours, merge, new=False)
 
     def _is_known(self, newest: Version, root: ObjectId) -> bool:
@@ -114,13 +116,16 @@ class _Publish:
         better = [mark for mark in ("automatic", "incomplete") if there.get(mark) and not wanted.get(mark)]
         return not better
 
-    def _withdraw(self, version: Version, before: Version | None) -> None:
+    def _withdraw(self, version: Version) -> None:
         """The directory is gone: its last state is only kept. What others have bound there stays bound."""
-        if before is not None:
-            self._ingest.publish(self._path, before.root, before.metadata)
+        names = self._store.names()
+        bound = names.bound().get(self._path)
+        if bound is None or bound.sequence != version.sequence:
             return
-        bound = self._store.names().bound().get(self._path)
-        if bound is not None and bound.sequence == version.sequence:
+        before = [one for one in names.versions(self._path) if one.sequence < version.sequence and not one.removed]
+        if before:
+            self._ingest.publish(self._path, before[-1].root, before[-1].metadata)
+        else:
             self._store.log.unbind([self._path])
 
     def _metadata(self, root: ObjectId) -> dict[str, object]:

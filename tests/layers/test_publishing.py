@@ -179,6 +179,15 @@ def test_a_directory_that_is_gone_leaves_its_version(store: Store) -> None:
     assert version.removed and files(store, version) == {"f": b"last"}
 
 
+def test_a_directory_that_is_gone_is_removed_also_after_a_crash(store: Store) -> None:
+    """Between binding and removing a version, a crash may leave it bound: the next attempt ends that."""
+    tree = directory(b"", [file(b"f", b"last", 2)])
+    seal(store, tree, metadata={"capture": "x.1"})
+    answer = seal(store, tree, metadata={"capture": "x.1"}, gone=True)
+    assert not answer["new"] and "run/a" not in store.names().bound()
+    assert len(store.names().versions("run/a")) == 1
+
+
 def test_what_others_bound_at_the_place_of_a_gone_directory_stays(store: Store) -> None:
     theirs = plain.publish(store, "run/a", {"f": b"theirs"})
     seal(store, directory(b"", [file(b"f", b"last", 2)]), gone=True)
