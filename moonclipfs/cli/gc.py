@@ -29,8 +29,8 @@ def command(store: str | None, dry_run: bool, no_repack: bool, as_json: bool) ->
 
     \b
     JSON (sizes in bytes): dry_run, live_objects, live_bytes, dead_bytes, deleted_packs,
-          deleted_bytes, copied_bytes, freed_bytes, waiting_packs, waiting_bytes, waiting_for,
-          leftovers, log_records, problems
+          deleted_bytes, copied_bytes, rebased_objects, rebased_bytes, freed_bytes, waiting_packs,
+          waiting_bytes, waiting_for, leftovers, log_records, problems
     """
     with opened(whole_store(store), reclaim=not dry_run) as opened_store, byte_bar("gc") as progress:
         report = collect(opened_store, progress=progress, dry_run=dry_run, repack=not no_repack)

@@ -4,7 +4,8 @@ The order, which every step keeps when the process dies after it:
 
 1. hold the log's state with our lease, so that nothing vanishes that we see from here on;
 2. mark what all kept versions and the journals of all layers need, bases included;
-3. copy what is needed out of packs that are mostly dead, each object decoded and hashed again, and publish the copies;
+3. copy what is needed out of packs that are mostly dead, each object decoded and hashed again, and store needed
+   objects anew where their bases are dead otherwise (see `rebase.py`); publish both;
 4. append a `condemn` record: it names packs of which, after this record and all before it, nothing is needed that has
    no copy in another pack; versions bound since the mark are marked before it is written;
 5. let go of the hold; delete a condemned pack when every live lease has seen its record and holds nothing older.
@@ -37,11 +38,13 @@ from moonclipfs.store.leases import Lease, LeaseState, live_leases
 from moonclipfs.store.log import Names
 from moonclipfs.store.packs import pack_key
 from moonclipfs.store.reachable import PackTable, Rows
+from moonclipfs.store.rebase import rebase
 from moonclipfs.store.records import record_name
 from moonclipfs.store.repack import copy_objects
 from moonclipfs.store.store import Store
 from moonclipfs.store.survey import Survey
 from moonclipfs.store.waste import Waste
+from moonclipfs.types import ObjectId
 
 _POLL_SECONDS = 0.1
 _OWNER_CHARACTERS = 32
@@ -53,7 +56,8 @@ class GcReport:
     """What a run did, or (`dry_run`) would do; all sizes are bytes of pack files.
 
     `dead_bytes` is what no kept version needs, before the run. `waiting` packs are condemned, and go in a later run:
-    `waiting_for` says what they wait for. `problems` are packs that were left alone, and why.
+    `waiting_for` says what they wait for. `rebased` objects were stored anew, since their bases were needed by nothing
+    else. `problems` are packs that were left alone, and why.
     """
 
     dry_run: bool = False
@@ -63,6 +67,8 @@ class GcReport:
     deleted_packs: int = 0
     deleted_bytes: int = 0
     copied_bytes: int = 0
+    rebased_objects: int = 0
+    rebased_bytes: int = 0
     waiting_packs: int = 0
     waiting_bytes: int = 0
     waiting_for: list[str] = field(default_factory=list)
@@ -73,7 +79,7 @@ class GcReport:
     @property
     def freed_bytes(self) -> int:
         """Bytes that packs take less than before."""
-        return self.deleted_bytes - self.copied_bytes
+        return self.deleted_bytes - self.copied_bytes - self.rebased_bytes
 
 
 def collect(
@@ -82,20 +88,22 @@ def collect(
     progress: Callable[[int, int], None] = lambda done, total: None,
     dry_run: bool = False,
     repack: bool = True,
+    pressed: bool = False,
     wait_seconds: float = limits.GC_WAIT_SECONDS,
 ) -> GcReport:
     """Delete what no kept version needs; `progress` is told the bytes of objects copied.
 
-    Waits for `wait_seconds` at most for other processes to see what was condemned. On a full disk the store's reserve
-    is given back first, and taken again at the end. Raises CorruptError when it cannot be known what is needed, as
-    when a kept version lacks an object (MissingObjectError), NoSpaceError when not even the reserve lets it write,
-    UsageError for a store that is open for reading only, LeaseLostError, BackendError.
+    Without `repack`, nothing is copied; `pressed`, packs with little that is dead are repacked too. Waits for
+    `wait_seconds` at most for other processes to see what was condemned. On a full disk the store's reserve is given
+    back first, and taken again at the end. Raises CorruptError when it cannot be known what is needed, as when a kept
+    version lacks an object (MissingObjectError), NoSpaceError when not even the reserve lets it write, UsageError for a
+    store that is open for reading only, LeaseLostError, BackendError.
     """
     if dry_run:
-        return preview(store)
+        return preview(store, pressed=pressed)
     if store.lease is None or not store.write:
         raise UsageError(f"{store.path} is open for reading only")
-    run = _Run(store, store.lease, progress, repack)
+    run = _Run(store, store.lease, progress, repack, _share(pressed))
     try:
         try:
             return run.run(wait_seconds)
@@ -122,14 +130,21 @@ def open_to_reclaim(path: Path, purpose: str) -> Iterator[Store]:
         reserve.take(path)
 
 
-def preview(store: Store, without: Collection[tuple[str, int]] = ()) -> GcReport:
-    """What `collect` would do if the versions `without` (path, number) were forgotten, and nobody used the store."""
+def preview(store: Store, without: Collection[tuple[str, int]] = (), *, pressed: bool = False) -> GcReport:
+    """What `collect` would do if the versions `without` (path, number) were forgotten, and nobody used the store.
+
+    What storing objects anew takes is a guess.
+    """
     survey = Survey(store)
     survey.mark(without=without)
     table = survey.footers.table()
-    waste = survey.measure(table)
     report = GcReport(dry_run=True)
-    _count(report, table, waste)
+    _count(report, table, survey.measure(table))
+    anew = [one for one in survey.families(table) if one.expected <= one.taken * limits.REBASE_SHARE]
+    report.rebased_objects = sum(len(one.hanging) for one in anew)
+    report.rebased_bytes = sum(one.expected for one in anew)
+    replaced = [row for one in anew for row in (*one.hanging, *one.bearing)]
+    waste = survey.measure(table, share_dead=_share(pressed), without=replaced)
     condemned = [number for number, flag in enumerate(table.mask(survey.condemned)) if flag]
     gone = [*waste.whole, *waste.partial, *condemned]
     report.deleted_packs = len(gone)
@@ -138,6 +153,10 @@ def preview(store: Store, without: Collection[tuple[str, int]] = ()) -> GcReport
     report.copied_bytes = int(table.stored[copied].sum())
     report.problems = list(survey.footers.damaged.values())
     return report
+
+
+def _share(pressed: bool) -> float:
+    return limits.REPACK_PRESSED_SHARE if pressed else limits.REPACK_DEAD_SHARE
 
 
 def _count(report: GcReport, table: PackTable, waste: Waste) -> None:
@@ -149,11 +168,16 @@ def _count(report: GcReport, table: PackTable, waste: Waste) -> None:
 class _Run:
     """Cycles of copying, condemning and deleting, until there is nothing more to condemn."""
 
-    def __init__(self, store: Store, lease: Lease, progress: Callable[[int, int], None], repack: bool) -> None:
+    def __init__(
+        self, store: Store, lease: Lease, progress: Callable[[int, int], None], repack: bool, share_dead: float
+    ) -> None:
         self._store = store
         self._lease = lease
         self._progress = progress
         self._repack = repack
+        self._share_dead = share_dead
+        self._rebased: set[ObjectId] = set()
+        """Families that need no second look in this run: see `Rebased.tried`."""
         self._survey = Survey(store)
         self._report = GcReport()
         self._counted = False
@@ -184,10 +208,12 @@ class _Run:
         with self._lease.hold(self._store.log.names.sequence):
             self._survey.mark()
             table = self._survey.footers.table()
-            waste = self._survey.measure(table, young)
+            waste = self._survey.measure(table, young, self._share_dead)
             if not self._counted:
                 _count(self._report, table, waste)
                 self._counted = True
+            if not len(waste.stranded) and not waste.whole and self._rebase(table):
+                return True
             rows, victims = self._choose(table, waste)
             if not len(rows) and not victims:
                 return False
@@ -225,8 +251,7 @@ class _Run:
         if not self._repack or self._full:
             return nothing, []
         stored = np.bincount(table.pack[waste.needed], table.stored[waste.needed], len(table.names))
-        disk = os.statvfs(self._store.path)
-        room = disk.f_bavail * disk.f_frsize // 2
+        room = self._room()
         partial = waste.partial
         if stored[partial].sum() > room:
             # Each that goes makes room for a larger one.
@@ -240,17 +265,42 @@ class _Run:
         rows = np.flatnonzero(waste.needed & np.isin(table.pack, chosen))
         return rows, [table.names[number] for number in chosen]
 
+    def _room(self) -> int:
+        """Bytes that copies may take before anything that they replace is deleted."""
+        disk = os.statvfs(self._store.path)
+        return disk.f_bavail * disk.f_frsize // 2
+
+    def _rebase(self, table: PackTable) -> bool:
+        """Store objects anew whose bases nothing else needs; False when there is nothing, or no room, for that."""
+        if not self._repack or self._full:
+            return False
+        families = self._survey.families(table)
+        left = [one for one in families if table.location(one.hanging[0]).object_id not in self._rebased]
+        if not left:
+            return False
+        try:
+            done = rebase(self._store, table, left, min(self._room(), limits.REPACK_BYTES), self._tell)
+        except NoSpaceError as error:
+            if not self.reserve_released:
+                raise
+            self._rebased.update(table.location(one.hanging[0]).object_id for one in left)
+            self._report.problems.append(f"too little space to store objects against other bases: {error}")
+            return False
+        self._rebased |= done.tried
+        self._report.rebased_objects += done.objects
+        self._report.rebased_bytes += done.bytes
+        return done.objects > 0
+
+    def _tell(self, count: int) -> None:
+        self._copied += count
+        self._progress(self._copied, max(self._to_copy, self._copied))
+
     def _copy(self, table: PackTable, rows: Rows, victims: list[str]) -> list[str]:
         """Copy the objects of `rows`; returns the packs of `victims` of which everything was copied."""
-
-        def tell(count: int) -> None:
-            self._copied += count
-            self._progress(self._copied, max(self._to_copy, self._copied))
-
         # In the order in which they lie in the old packs, which is that of files and tensors.
         rows = rows[np.lexsort((table.entries["offset"][rows], table.pack[rows]))]
         try:
-            copied = copy_objects(self._store, (table.location(int(row)) for row in rows), tell)
+            copied = copy_objects(self._store, (table.location(int(row)) for row in rows), self._tell)
         except NoSpaceError as error:
             if not self.reserve_released:
                 raise

@@ -268,9 +268,16 @@ class Index:
     def _find(
         self, connection: sqlite3.Connection, ids: set[ObjectId], usable: bool, links: int
     ) -> dict[ObjectId, Location]:
-        found = [location for many in self._candidates(connection, ids).values() for location in many]
+        candidates = self._candidates(connection, ids).values()
+        found = [location for many in candidates for location in many]
+        if usable:
+            found = self._usable(connection, found, links)
+        else:
+            # Of an object that was stored anew, the older copy may have outlived its base.
+            several = [location for many in candidates if len(many) > 1 for location in many]
+            found = [*self._usable(connection, several, links), *found]
         answer: dict[ObjectId, Location] = {}
-        for location in self._usable(connection, found, links) if usable else found:
+        for location in found:
             answer.setdefault(location.object_id, location)
         return answer
 

@@ -24,12 +24,13 @@ from moonclipfs.types import ID_BYTES, NO_ID, EntryType, Kind, ObjectId, Version
 _ID = f"S{ID_BYTES}"
 _NO_BASE = -1
 _ABSENT = -2
+_BORNE = 1 << 10
 _GOING = 1 << 20
 _CONDEMNED = 1 << 40
 _DAMAGED = 1 << 50
 _NEVER = 1 << 60
-"""Costs: of a copy in a pack that is about to go, in one that is condemned, of one that is known as damaged, and of
-what has no chain of bases to its end."""
+"""Costs: of a base that nothing but deltas needs, of a copy in a pack that is about to go, in one that is condemned, of
+one that is known as damaged, and of what has no chain of bases to its end."""
 
 Rows = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -207,12 +208,32 @@ class PackTable:
         rows = rows[self._base[rows] != _NO_BASE]
         return dict(zip(_to_ids(self.entries["id"][rows]), _to_ids(self.entries["base"][rows]), strict=True))
 
-    def choose(self, condemned: Flags, going: Flags | None = None) -> Choice:
+    def flags(self, ids: Iterable[ObjectId]) -> Flags:
+        """One flag an object: whether it is among `ids`."""
+        flags = np.zeros(len(self._first), np.bool_)
+        numbers = self._lookup(np.frombuffer(b"".join(ids), _ID))
+        flags[numbers[numbers >= 0]] = True
+        return flags
+
+    def object_numbers(self, rows: Rows) -> Rows:
+        """The object that each of `rows` is a copy of."""
+        return self._object[rows]
+
+    def base_numbers(self, rows: Rows) -> Rows:
+        """The base of each of `rows`, as an object; negative for none, or one that no pack holds."""
+        return self._base[rows]
+
+    def newest_first(self, rows: Rows) -> Rows:
+        """Rows in the order in which they were stored, the last first."""
+        return rows[np.lexsort((self.entries["offset"][rows], self.pack[rows]))[::-1]]
+
+    def choose(self, condemned: Flags, going: Flags | None = None, needed: Flags | None = None) -> Choice:
         """Choose the copy of each object that is to stay, so that the bases behind each lead to a full encoding.
 
         `condemned` and `going` have a flag a pack: copies there, and what needs such ones, are chosen only when there
-        is nothing else, condemned ones after these, and copies that are known as damaged last of all. Otherwise the
-        fewest bases decide, then the newest pack.
+        is nothing else, condemned ones after these, and copies that are known as damaged last of all. Then bases that
+        are not `needed` themselves (a flag an object) are avoided. Otherwise the fewest bases decide, then the newest
+        pack.
         """
         # Two copies of an object may have different bases, and one of them may need the object itself by now. The
         # chosen copy of a base always costs less than what needs it, so the chosen ones never lead back.
@@ -220,10 +241,13 @@ class PackTable:
         own = price[self.pack] + self._damaged * _DAMAGED
         cost = np.full(len(self._first), _NEVER, np.int64)
         each = np.zeros(0, np.int64)
+        there = self._base >= 0
+        link = np.ones(int(there.sum()), np.int64)
+        if needed is not None:
+            link += ~needed[self._base[there]] * np.int64(_BORNE)
         for _ in range(limits.CHAIN_READ_DEPTH + 1):
             behind = np.where(self._base == _NO_BASE, 0, _NEVER)
-            there = self._base >= 0
-            behind[there] = cost[self._base[there]] + 1
+            behind[there] = cost[self._base[there]] + link
             each = np.minimum(own + behind, _NEVER)
             best = np.minimum.reduceat(each, self._first) if len(each) else cost
             if (best == cost).all():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from moonclipfs import limits
 from moonclipfs.errors import CorruptError, MissingObjectError
+from moonclipfs.store.families import Family, families
 from moonclipfs.store.layerdirs import LayerRoots
 from moonclipfs.store.log import Names
-from moonclipfs.store.reachable import Closure, Footers, Needed, PackTable
+from moonclipfs.store.reachable import Choice, Closure, Footers, Needed, PackTable
 from moonclipfs.store.store import Store
 from moonclipfs.store.treecheck import Top, affected_files, top_of
 from moonclipfs.store.waste import Waste, measure, removable
@@ -81,8 +83,15 @@ class Survey:
         yield from self.needed.ids()
         yield from self.only_layers.ids()
 
-    def measure(self, table: PackTable, young_ns: int | None = None) -> Waste:
-        """Tell needed from dead. Packs younger than `young_ns`, damaged and unreadable ones are spared.
+    def measure(
+        self,
+        table: PackTable,
+        young_ns: int | None = None,
+        share_dead: float = limits.REPACK_DEAD_SHARE,
+        without: Sequence[int] = (),
+    ) -> Waste:
+        """Tell needed from dead. Packs younger than `young_ns`, damaged and unreadable ones are spared; the rows
+        `without` count as dead. See `waste.measure`.
 
         Raises MissingObjectError when a kept version lacks an object.
         """
@@ -90,9 +99,19 @@ class Survey:
         spared = table.mask([*self.footers.damaged, *self.left_alone])
         if young_ns is not None:
             spared |= table.modified_ns > young_ns
-        closure = table.closure(self.ids(), table.choose(condemned))
+        closure = table.closure(self.ids(), self.choose(table))
         self._require_whole(closure)
-        return measure(table, closure, condemned, spared)
+        closure.live[list(without)] = False
+        return measure(table, closure, condemned, spared, share_dead)
+
+    def families(self, table: PackTable) -> list[Family]:
+        """See `families.families`."""
+        choice = self.choose(table)
+        return families(table, choice, table.closure(self.ids(), choice).live, table.flags(self.ids()))
+
+    def choose(self, table: PackTable) -> Choice:
+        """The copies that are to stay, with as few bases as can be that nothing but deltas needs."""
+        return table.choose(table.mask(self.condemned), needed=table.flags(self.ids()))
 
     def removable(self, table: PackTable, condemned: Collection[str], packs: Collection[str]) -> list[str]:
         """See `waste.removable`. Raises MissingObjectError when a kept version lacks an object."""

@@ -60,7 +60,7 @@ def du(store: Store, versions: Collection[Version]) -> SetUsage:
     survey = Survey(store)
     names = survey.mark()
     table = survey.footers.table()
-    choice = table.choose(table.mask(survey.condemned))
+    choice = survey.choose(table)
     kept = list(names.all_versions())
     asked = {(version.path, version.number) for version in versions}
     together = np.zeros(len(table.entries), np.int32)

@@ -19,7 +19,7 @@ class Waste:
 
     `needed` has a flag for each row: of every needed object one copy counts, the rest is `dead` (bytes, one number
     a pack). `stranded` are needed rows of condemned packs: nothing else holds these objects. `whole` are packs without
-    anything needed, `partial` those of which REPACK_DEAD_SHARE or more is dead, the most dead first; as numbers.
+    anything needed, `partial` those of which a certain share or more is dead, the most dead first; as numbers.
     """
 
     needed: Flags
@@ -29,15 +29,19 @@ class Waste:
     partial: list[int]
 
 
-def measure(table: PackTable, closure: Closure, condemned: Flags, spared: Flags) -> Waste:
-    """Tell needed from dead. `condemned` and `spared` have a flag for each pack: spared ones are never to go."""
+def measure(
+    table: PackTable, closure: Closure, condemned: Flags, spared: Flags, share_dead: float = limits.REPACK_DEAD_SHARE
+) -> Waste:
+    """Tell needed from dead. `condemned` and `spared` have a flag for each pack: spared ones are never to go. Packs of
+    which `share_dead` is dead count as partial.
+    """
     needed = closure.live
     count = len(table.names)
     held = np.bincount(table.pack[needed], minlength=count)
     dead = np.bincount(table.pack[~needed], table.stored[~needed], count).astype(np.int64)
     may_go = ~condemned & ~spared
     share = dead / np.maximum(table.sizes, 1)
-    partial = np.flatnonzero(may_go & (held > 0) & (share >= limits.REPACK_DEAD_SHARE))
+    partial = np.flatnonzero(may_go & (held > 0) & (share >= share_dead))
     return Waste(
         needed,
         dead,
@@ -55,10 +59,11 @@ def removable(
     What only condemned packs hold does not keep any of `packs`, unless these are condemned themselves.
     """
     wanted = b"".join(ids)
+    referred = table.flags([wanted])
     going = set(packs)
     while going:
         flags = table.mask(going)
-        closure = table.closure([wanted], table.choose(table.mask(condemned), flags))
+        closure = table.closure([wanted], table.choose(table.mask(condemned), flags, referred))
         needed = {table.names[number] for number in np.unique(table.pack[closure.live])} & going
         if not needed:
             break
