@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
+import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from moonclipfs.fuse.control import ask
 from moonclipfs.fuse.mount import unmount
+from moonclipfs.store.check import verify
 from moonclipfs.store.store import Store
 from tests.fuse.conftest import Mounted, Mounter, eventually
 from tests.layers.sealkit import model, stored
@@ -145,3 +150,40 @@ def test_a_captured_directory_survives_a_kill_of_the_server(store: Store, mounte
     assert (again.path / "run/checkpoint-1/model.safetensors").read_bytes() == model(1, 200_000)
     unmount(again.path)
     no_trouble(again)
+
+
+@pytest.mark.slow
+def test_kills_while_checkpoints_rotate_and_seal(store: Store, mounter: Mounter) -> None:
+    """After kill -9 of the server, again and again, every checkpoint and every version is whole."""
+    kept: list[int] = []
+    rng = random.Random(5)
+    step = 0
+    for _ in range(6):
+        live = mounter(store.path, read_only=False, seal_after=0.3)
+        run, end = live.path / "run", time.monotonic() + rng.uniform(1, 3)
+        run.mkdir(exist_ok=True)
+        for old in kept:
+            assert (run / f"checkpoint-{old}/model.safetensors").read_bytes() == model(old, 200_000)
+        while time.monotonic() < end:
+            step += 1
+            save(run / f"checkpoint-{step}", step % 250)
+            kept.append(step)
+            if step % 3 == 0:
+                ask(str(live.path), "seal", path=f"run/checkpoint-{step}", wait=bool(step % 2))
+            if len(kept) > 4:
+                shutil.rmtree(run / f"checkpoint-{kept.pop(0)}")
+            if step % 5 == 0:
+                os.rename(run, live.path / "aside")
+                os.rename(live.path / "aside", run)
+        os.kill(live.pid, signal.SIGKILL)
+        eventually(lambda pid=live.pid: not Path(f"/proc/{pid}/fd").is_dir() or not os.listdir(f"/proc/{pid}/fd"))  # type: ignore[misc]
+        subprocess.run(["fusermount3", "-uz", str(live.path)], check=False)
+    live = mounter(store.path, read_only=False, seal_after=0.3)
+    unmount(live.path)
+    no_trouble(live)
+    assert sorted(bound(store)) == sorted(f"run/checkpoint-{one}" for one in kept)
+    for version in store.names().all_versions():
+        files = stored(store, version)
+        assert files["model.safetensors"] == model(int(version.path.rpartition("-")[2]) % 250, 200_000)
+        assert set(files) == {"model.safetensors", "config.json", "optimizer.pt"}
+    assert verify(store).problems == []
