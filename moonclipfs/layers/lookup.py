@@ -307,7 +307,9 @@ class Lookup(Core):
                 # In another version, the same number is that of another group.
                 if group[0] and inode.links and inode.lower and group == (inode.group, inode.lower.root):
                     break
-                if not (inode.own or inode.handles or inode.content or self._is_shown(inode)):
+                # The kernel may have other bytes in its cache for a file that it remembers.
+                used = inode.own or inode.handles or inode.content or (inode.lookups and not inode.is_directory)
+                if not used and not self._is_shown(inode):
                     break  # it was somewhere else before
             salt += 1
         if not inode.own:

@@ -18,6 +18,7 @@ from moonclipfs.store.leases import live_leases
 from moonclipfs.store.log import Log
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType
+from tests.layers.filekit import overwrite, read_all
 from tests.layers.publish import publish
 from tests.layers.sealkit import LocalEncoder
 
@@ -475,3 +476,23 @@ def test_what_others_removed_and_changes_keep_stays(store: Store, opened: Callab
     for _ in range(2):
         assert paths(layer) == shown
         layer = opened()
+
+
+def test_a_number_that_the_kernel_knows_gets_no_other_bytes(store: Store, opened: Callable[[], Layer]) -> None:
+    """What the kernel remembers of a file is never another file, also where others move an old version of it."""
+    publish(store, "a", {"x": b"old"})
+    layer = opened()
+    inode = layer.resolve(b"a/x")
+    layer.remember(inode)
+    overwrite(layer, inode, b"new")
+    sealer = Sealer(layer, LocalEncoder(layer), seal_after=None)
+    store.log.move("a", "b")
+    layer.refresh(NOW)
+    assert sealer.seal(b"a") is not None
+    store.log.unbind(["a"])
+    layer.refresh(NOW)
+    assert paths(layer) == [b"b", b"b/x"]
+    other = layer.resolve(b"b/x")
+    assert other.number != inode.number and layer.stat(other).size == 3
+    assert read_all(layer, other) == b"old"
+    assert layer.by_number(inode.number) is inode
