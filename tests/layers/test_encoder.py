@@ -17,6 +17,7 @@ import pytest
 from moonclipfs import limits
 from moonclipfs.errors import BackendError, BusyError, CorruptError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.layers import encoder as encoder_module
+from moonclipfs.layers import priority
 from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.layer import Layer
 from moonclipfs.store.gc import collect
@@ -400,7 +401,7 @@ def test_background_threads_are_polite_and_urgent_ones_are_not(
     layer.add(noise(1))
     wait_for(lambda: encoder.status()["finishing"] == 1)
     tasks = Path(f"/proc/{encoder.status()['pid']}/task")
-    assert 10 in nices(tasks)
+    assert priority.NICE in nices(tasks)
     layer.add(noise(2))
     encoder.drain()
     assert nices(tasks).count(0) > len(os.sched_getaffinity(0)), "the main thread, and one for each core"
@@ -410,8 +411,9 @@ def test_who_waits_without_hurry_gets_it_politely(store: Store, layer: StubLayer
     job = layer.add(noise(1))
     encoder.drain(urgent=False)
     assert job.number in layer.results
-    tasks = nices(Path(f"/proc/{encoder.status()['pid']}/task"))
-    assert tasks.count(10) == max(1, len(os.sched_getaffinity(0)) // 4)
+    tasks = Path(f"/proc/{encoder.status()['pid']}/task")
+    assert priority.NICE in nices(tasks)
+    wait_for(lambda: nices(tasks).count(0) == 1)  # the main thread alone; others are polite once they began
 
 
 def test_what_goes_wrong_in_the_layer_is_told_once_and_tried_again(
@@ -437,6 +439,10 @@ def test_what_goes_wrong_in_the_layer_is_told_once_and_tried_again(
 def nices(tasks: Path) -> list[int]:
     found = []
     for task in tasks.iterdir():
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        try:
+            text = (task / "stat").read_text()
+        except OSError:
+            continue  # it has ended
+        fields = text.rpartition(")")[2].split()
         found.append(int(fields[16]))
     return found

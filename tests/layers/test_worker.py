@@ -257,7 +257,7 @@ def test_a_pool_has_all_its_threads_from_the_start() -> None:
         pool = priority.thread_pool(3, "test", polite=polite)
         try:
             assert threading.active_count() == before + 3
-            nice = os.getpriority(os.PRIO_PROCESS, 0) if not polite else 10
+            nice = os.getpriority(os.PRIO_PROCESS, 0) if not polite else priority.NICE
             assert set(pool.map(lambda _: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), range(9))) == {
                 nice
             }
@@ -277,4 +277,4 @@ def test_the_session_of_the_process_is_polite_too(process: WorkerProcess) -> Non
         text = group.read_text()
     except OSError:
         pytest.skip("this kernel shares the processor between threads alone")
-    assert text.split()[-1] == "10"
+    assert text.split()[-1] == str(priority.NICE)
