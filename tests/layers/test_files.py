@@ -175,6 +175,7 @@ def test_an_unlinked_file_lives_until_it_is_closed(layer: Layer) -> None:
 
 
 def test_a_removed_temporary_file_is_never_encoded(layer: Layer) -> None:
+    """A temporary file that is removed soon is never encoded."""
     write_file(layer, b"a", os.urandom(3 * limits.INLINE_BYTES))
     layer.unlink(layer.root, b"a", 9)
     assert staging_names(layer) == [] and layer.staging.used == 0

@@ -238,6 +238,7 @@ def check(life: Life, tmp_path: Path) -> int:
 
 
 def test_a_new_file(tmp_path: Path) -> None:
+    """At every system call that a crash can cut short, files are what was promised."""
     life = Life(tmp_path / "store")
     life.create(b"a", noise())
     life.fsync(b"a")
@@ -246,6 +247,7 @@ def test_a_new_file(tmp_path: Path) -> None:
     assert check(life, tmp_path) > 50
 
 
+@pytest.mark.slow
 def test_a_replaced_content(tmp_path: Path) -> None:
     life = Life(tmp_path / "store")
     life.create(b"a", noise())
@@ -259,6 +261,7 @@ def test_a_replaced_content(tmp_path: Path) -> None:
     assert check(life, tmp_path) > 50
 
 
+@pytest.mark.slow
 def test_a_rename_over(tmp_path: Path) -> None:
     life = Life(tmp_path / "store")
     life.create(b"a", noise())
@@ -307,6 +310,7 @@ def test_what_is_encoded(tmp_path: Path) -> None:
     assert check(life, tmp_path) > 50
 
 
+@pytest.mark.slow
 def test_the_journal_written_anew(tmp_path: Path) -> None:
     life = Life(tmp_path / "store")
     life.create(b"a", noise())
@@ -351,8 +355,9 @@ def test_the_crash_test_finds_a_missing_sync(tmp_path: Path, omitted: str, expec
     ids=["full", "stays full", "io"],
 )
 def test_a_failing_call_loses_nothing(tmp_path: Path, code: int, lasting: bool) -> None:
-    """At every call: an error of the project's for whoever asked, and each file as before or as after; what was
-    accepted stays, and goes on to be so for the next process.
+    """Whatever call fails, for want of space or an error of the disk, nothing that was accepted is lost.
+
+    Whoever asked gets an error of the project's, and each file is as before or as after, for the next process too.
     """
     failed = 0
     for at in range(400):

@@ -59,6 +59,7 @@ def content(layer: Layer, path: bytes) -> bytes:
 
 @pytest.mark.parametrize("size", [100, BIG])
 def test_a_closed_file_survives_a_kill(layer: Layer, crash: Crash, size: int) -> None:
+    """What close accepted is there after a kill of the server."""
     data = os.urandom(size)
     write_file(layer, b"a", data)
     with crash() as found:
@@ -73,7 +74,10 @@ def test_a_closed_file_survives_a_kill(layer: Layer, crash: Crash, size: int) ->
 
 @pytest.mark.parametrize("size", [100, BIG])
 def test_a_new_file_that_was_not_synced(layer: Layer, crash: Crash, size: int) -> None:
-    """After a power failure it is absent or a prefix; small ones are in the journal, as durable as their names."""
+    """A new file that was not synced is absent, or a prefix, after a power failure.
+
+    Small ones are in the journal, as durable as their names.
+    """
     data = os.urandom(size)
     write_file(layer, b"a", data)
     layer.sync_directory(layer.root)
@@ -83,6 +87,7 @@ def test_a_new_file_that_was_not_synced(layer: Layer, crash: Crash, size: int) -
 
 @pytest.mark.parametrize("size", [100, BIG])
 def test_what_was_synced_survives_a_power_failure(layer: Layer, crash: Crash, size: int) -> None:
+    """What was synced is there after a power failure, byte for byte."""
     data = os.urandom(size)
     file = layer.open_file(make_file(layer, b"a"), write=True)
     file.write(0, data, 1)
@@ -101,6 +106,7 @@ def test_what_was_synced_survives_a_power_failure(layer: Layer, crash: Crash, si
 @pytest.mark.parametrize("size", [100, BIG])
 @pytest.mark.parametrize("power", [False, True])
 def test_a_replaced_content_is_old_or_new(layer: Layer, crash: Crash, size: int, power: bool) -> None:
+    """A file replaced by O_TRUNC is old or new after any crash."""
     old, new = os.urandom(size), os.urandom(size)
     inode = write_file(layer, b"a", old)
     layer.sync_all()
@@ -127,6 +133,7 @@ def test_a_replaced_content_is_old_or_new(layer: Layer, crash: Crash, size: int,
 
 @pytest.mark.parametrize("size", [100, BIG])
 def test_a_rename_over_is_old_or_new(layer: Layer, crash: Crash, size: int) -> None:
+    """A file replaced by rename is old or new after any crash."""
     old, new = os.urandom(size), os.urandom(size)
     write_file(layer, b"a", old)
     layer.sync_all()
@@ -144,6 +151,7 @@ def test_a_rename_over_is_old_or_new(layer: Layer, crash: Crash, size: int) -> N
 
 
 def test_fsync_of_one_file_does_not_wait_for_another(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsync of one file waits for no other, except for what replaced others by rename."""
     write_file(layer, b"large", os.urandom(BIG))
     synced: list[int] = []
     file = layer.open_file(make_file(layer, b"small"), write=True)
@@ -245,6 +253,7 @@ def test_stored_while_a_newer_content_is_not_synced(layer: Layer, crash: Crash) 
 def test_missing_staging_is_an_error_and_never_zeros(
     layer: Layer, crash: Crash, expect_log: Callable[[str], None]
 ) -> None:
+    """Staged bytes that are missing are EIO for whoever reads them, never zeros."""
     data = os.urandom(BIG)
     write_file(layer, b"a", data)
     write_file(layer, b"b", data)
