@@ -184,8 +184,10 @@ class Files:
             return
         self.jobs.replaces(inode, content.recipe)
         self.log.clearing(inode)
-        for generation in content.generations():
+        kept = content.generations()
+        for generation in kept:
             generation.frozen = True  # what a crash brings back is written no more
+        self.layer.staging.set_aside(kept)
         content.clear()
 
     def _touch(self, inode: Inode, now_ns: int) -> None:

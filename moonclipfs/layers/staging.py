@@ -46,6 +46,7 @@ class Generation:
 
     __slots__ = (
         "__weakref__",
+        "_aside",
         "_deleted",
         "_end",
         "_exists",
@@ -74,6 +75,7 @@ class Generation:
         self.path: str | None = None if in_memory else staging.path(number)
         self.bytes = 0
         """Of it in staging."""
+        self._aside = False
         self._staging = staging
         self._lock = threading.Lock()
         self._memory: bytearray | None = bytearray() if in_memory else None
@@ -272,6 +274,8 @@ class Staging:
         """Open files by number; another file is opened again when it is used."""
         self.used = 0
         """Bytes staged."""
+        self._aside = 0
+        """Bytes that were set aside."""
         self._in_memory = 0
         self._lock = threading.Lock()
         self._generations: dict[int, Generation] = {}
@@ -345,15 +349,30 @@ class Staging:
         """Bytes staged in memory, and so in the journal."""
         return self._in_memory
 
+    def set_aside(self, generations: Iterable[Generation]) -> None:
+        """These do not count against the limit any more: they are kept for a crash until a file is written anew, and
+        whoever writes it could wait for ever for them to be encoded.
+        """
+        with self._lock:
+            for generation in generations:
+                if not generation._aside and not generation._deleted:
+                    generation._aside = True
+                    self._aside += generation.bytes
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that count against the limit: those that encoding can free."""
+        return self.used - self._aside
+
     @property
     def full(self) -> bool:
         """Whether nothing more is admitted."""
-        return self.used >= self.limit
+        return self.waiting >= self.limit
 
     def admit(self, length: int) -> None:
         """Raise StagingFullError when `length` more bytes would pass the limit; into an empty staging all may go."""
-        if self.used and self.used + length > self.limit:
-            raise StagingFullError(f"{self.directory}: {self.used} bytes of at most {self.limit} wait to be encoded")
+        if self.waiting and self.waiting + length > self.limit:
+            raise StagingFullError(f"{self.directory}: {self.waiting} bytes of at most {self.limit} wait to be encoded")
 
     def made_name(self) -> int:
         """Count a new name in the directory."""
@@ -381,6 +400,7 @@ class Staging:
                 self._in_memory += growth
             generation.bytes += growth
             self.used += growth
+            self._aside += growth if generation._aside else 0
             return True
 
     def _moved(self, generation: Generation) -> None:
@@ -389,6 +409,7 @@ class Staging:
             if generation._memory is not None:
                 self._in_memory -= generation.bytes
             self.used -= generation.bytes
+            self._aside -= generation.bytes if generation._aside else 0
             generation.bytes = 0
 
 

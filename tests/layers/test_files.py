@@ -182,6 +182,28 @@ def test_a_removed_temporary_file_is_never_encoded(layer: Layer) -> None:
     assert layer.take_jobs(0.0, urgent=True) == []
 
 
+def test_a_staged_file_can_be_written_anew_though_both_pass_the_limit(store: Store) -> None:
+    """Its old content is kept for a crash until the new one is complete: the writer must not wait for that."""
+    layer = Layer.open(store, "test", staging_limit=1 << 20)
+    try:
+        inode = write_file(layer, b"a", os.urandom(800_000))
+        layer.sync_all()
+        layer.truncate(inode, 0, 7)
+        with_file, data = layer.open_file(inode, write=True), os.urandom(800_000)
+        for offset in range(0, len(data), 100_000):
+            with_file.write(offset, data[offset : offset + 100_000], 8)
+        with pytest.raises(StagingFullError):
+            with_file.write(len(data), bytes(400_000), 8)
+        assert layer.staging.used == 1_600_000
+        with_file.close()
+        layer.sync_all()
+        layer.sync_all()
+        assert (layer.staging.used, layer.staging.waiting) == (800_000, 800_000)
+        assert read_all(layer, inode) == data
+    finally:
+        layer.close()
+
+
 def test_staging_limit(store: Store) -> None:
     layer = Layer.open(store, "test", staging_limit=1 << 20)
     try:

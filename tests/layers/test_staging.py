@@ -437,3 +437,21 @@ def test_past_the_limit_writers_are_told_to_wait(tmp_path: Path) -> None:
     staging.delete(generation)
     assert not staging.full
     staging.admit(41)
+
+
+def test_what_is_kept_for_a_crash_alone_lets_nobody_wait(tmp_path: Path) -> None:
+    """No encoding frees it: only the end of the write that it would keep waiting does."""
+    staging = Staging(tmp_path / "staging", 100, FileOps())
+    old, new = staging.create(1), staging.create(2)
+    old.write(0, bytes(90))
+    staging.set_aside([old])
+    staging.set_aside([old])
+    assert (staging.used, staging.waiting) == (90, 0)
+    staging.admit(100)
+    new.write(0, bytes(60))
+    assert (staging.used, staging.waiting) == (150, 60)
+    with pytest.raises(StagingFullError, match="60 bytes of at most 100"):
+        staging.admit(41)
+    staging.delete(old)
+    staging.set_aside([old])
+    assert (staging.used, staging.waiting) == (60, 60)
