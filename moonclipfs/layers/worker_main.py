@@ -14,6 +14,7 @@ from pathlib import Path
 def main() -> None:
     """Serve the mount at the other end of the socket that the JSON in the first argument names, until it hangs up."""
     request = json.loads(sys.argv[1])
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy starts threads for each core, of which nothing here has any use
     _find_package()
 
     from moonclipfs import limits
