@@ -41,7 +41,28 @@ T = TypeVar("T")
 LIVE_BIT = 1 << 62
 """Of the numbers of inodes and handles of the layer."""
 _OF_HANDLES = {"read", "write", "flush", "fsync", "release", "readdir", "releasedir", "fsyncdir"}
+_COARSE_CLOCK = 5
+"""CLOCK_REALTIME_COARSE of linux/time.h."""
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 0.25
+
+
+class Clock:
+    """The time of changes, in nanoseconds, by the clock that the kernel takes where a program asks for the present
+    time. That one may be ahead of what it tells here by some milliseconds, so what was seen of it is a lower bound: no
+    later change seems to be earlier.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def now_ns(self) -> int:
+        """The present time."""
+        return max(self._seen, time.clock_gettime_ns(_COARSE_CLOCK))
+
+    def saw(self, time_ns: int) -> None:
+        """A time that came with a request."""
+        if self._seen < time_ns <= time.time_ns():
+            self._seen = time_ns
 
 
 def is_live(inode: int) -> bool:
@@ -99,6 +120,7 @@ class FileOperations(Operations):
         """The mount is about to end: nobody waits for room any more."""
         self.direct = False
         """Writers go past the page cache, and the kernel keeps it right."""
+        self.clock = Clock()
         self._slow_until = 0.0
         """Until then the staging disk is taken for slow, and longer writes go to threads."""
         self._last_handle = LIVE_BIT
@@ -210,7 +232,7 @@ class FileOperations(Operations):
         """Write at an offset. Waits while too much is staged; ENOSPC comes only when nothing can be reclaimed."""
         if not is_live_handle(fh):
             raise FUSEError(errno.EROFS)
-        write = partial(self.open_files[fh].file.write, off, buf, time.time_ns())
+        write = partial(self.open_files[fh].file.write, off, buf, self.clock.now_ns())
         began = time.monotonic()
         if len(buf) < limits.WRITE_INLINE_BYTES or began >= self._slow_until:
             try:
@@ -291,9 +313,11 @@ class FileOperations(Operations):
         """chmod, chown, utimensat, truncate."""
         if not is_live(inode):
             raise FUSEError(errno.EROFS)
-        found, now_ns = self.inode(inode), time.time_ns()
+        found, now = self.inode(inode), self.clock.now_ns()
         if fields.update_size:
             await self._truncate(found, attr.st_size, ctx)
+        if fields.update_mtime:
+            self.clock.saw(attr.st_mtime_ns)
         mode = attr.st_mode & 0o7777 if fields.update_mode else None
         owned = fields.update_uid or fields.update_gid
         # A request that sets nothing comes from a chown that changes nothing, and before a write of somebody who may
@@ -308,11 +332,11 @@ class FileOperations(Operations):
             "mtime_ns": attr.st_mtime_ns if fields.update_mtime else None,
         }
         if any(value is not None for value in changes.values()):
-            await self.change(self.layer.set_attributes, found, now_ns=now_ns, **changes)
+            await self.change(self.layer.set_attributes, found, now_ns=now, **changes)
         return self.attributes_of(found, await self._ask(self.layer.stat, found))
 
     async def _truncate(self, inode: Inode, size: int, ctx: RequestContext) -> None:
-        await self.change(self.layer.truncate, inode, size, time.time_ns(), privileged=_is_privileged(ctx))
+        await self.change(self.layer.truncate, inode, size, self.clock.now_ns(), privileged=_is_privileged(ctx))
 
 
 def _is_of_layer(request: str, args: Sequence[Any]) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import pyfuse3
@@ -277,7 +276,7 @@ class LiveOperations(FileOperations):
         if not is_live(inode):
             raise FUSEError(errno.EXDEV)
         found = self.inode(inode)
-        await self.change(self.layer.link, found, directory, new_name, time.time_ns())
+        await self.change(self.layer.link, found, directory, new_name, self.clock.now_ns())
         return await self._mention_new(found)
 
     async def _make(
@@ -285,7 +284,7 @@ class LiveOperations(FileOperations):
     ) -> Inode:
         owner = (stat.S_IMODE(mode), ctx.uid, ctx.gid)
         directory = self._writable(parent, name)
-        return await self.change(self.layer.make, directory, name, type_, *owner, time.time_ns(), target=target)
+        return await self.change(self.layer.make, directory, name, type_, *owner, self.clock.now_ns(), target=target)
 
     async def _mention_new(self, inode: Inode) -> EntryAttributes:
         return self.mention(inode, await self._ask(self.layer.stat, inode))
@@ -295,12 +294,12 @@ class LiveOperations(FileOperations):
     @answers
     async def unlink(self, parent_inode: Number, name: Name, ctx: RequestContext) -> None:
         """Remove a name of a file; what is open stays readable."""
-        await self.change(self.layer.unlink, self._writable(parent_inode, name), name, time.time_ns())
+        await self.change(self.layer.unlink, self._writable(parent_inode, name), name, self.clock.now_ns())
 
     @answers
     async def rmdir(self, parent_inode: Number, name: Name, ctx: RequestContext) -> None:
         """Remove an empty directory."""
-        await self.change(self.layer.rmdir, self._writable(parent_inode, name), name, time.time_ns())
+        await self.change(self.layer.rmdir, self._writable(parent_inode, name), name, self.clock.now_ns())
 
     @answers
     async def rename(
@@ -318,7 +317,7 @@ class LiveOperations(FileOperations):
         before = self._writable(parent_inode_old, name_old)
         after = self._writable(parent_inode_new, name_new)
         options = {"replace": flags != _NOREPLACE, "exchange": flags == _EXCHANGE}
-        await self.change(self.layer.rename, before, name_old, after, name_new, time.time_ns(), **options)
+        await self.change(self.layer.rename, before, name_old, after, name_new, self.clock.now_ns(), **options)
 
     def _writable(self, parent: Number, name: Name) -> Inode:
         """The directory in which a name is to be changed."""
@@ -356,14 +355,14 @@ class LiveOperations(FileOperations):
     async def setxattr(self, inode: Number, name: XattrName, value: bytes, ctx: RequestContext) -> None:
         """Store an attribute."""
         found = self._attributed(inode, name)
-        await self.change(self.layer.set_xattr, found, name, value, time.time_ns())
+        await self.change(self.layer.set_xattr, found, name, value, self.clock.now_ns())
 
     @answers
     async def removexattr(self, inode: Number, name: XattrName, ctx: RequestContext) -> None:
         """Remove an attribute."""
         found = self._attributed(inode, name)
         try:
-            await self.change(self.layer.remove_xattr, found, name, time.time_ns())
+            await self.change(self.layer.remove_xattr, found, name, self.clock.now_ns())
         except NotFoundError as error:
             raise FUSEError(pyfuse3.ENOATTR) from error
 

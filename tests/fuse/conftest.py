@@ -76,7 +76,7 @@ def mounter(fuse: None, tmp_path: Path) -> Iterator[Mounter]:
     for one in mounted:
         clear(one)
     for one in mounted:  # what encodes for a server ends by itself
-        eventually(lambda store=one.store: not workers_of(store), 30)  # type: ignore[misc]
+        eventually(lambda store=one.store: not processes_of(store), 30)  # type: ignore[misc]
 
 
 PATCHED_SERVER = """
@@ -124,8 +124,8 @@ def clear(mounted: Mounted) -> None:
     runtime_path(str(mounted.path), "sock").unlink(missing_ok=True)
 
 
-def workers_of(store: Path) -> list[int]:
-    """The processes that encode for mounts of a store."""
+def processes_of(store: Path) -> list[int]:
+    """The processes that serve a store, or encode for that."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -133,7 +133,7 @@ def workers_of(store: Path) -> list[int]:
                 line = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"worker_main" in line and os.fsencode(store) in line:
+            if os.fsencode(store) in line and entry.name != str(os.getpid()):
                 found.append(int(entry.name))
     return found
 

@@ -523,3 +523,14 @@ def test_another_mount_of_the_same_layer_is_refused(live: Mounted, mounter: Moun
     (live.path / "mine").write_bytes(b"1")
     assert not (other.path / "mine").exists()
     assert (other.path / "run1/a/config.json").read_bytes() == SMALL_FILES["config.json"]
+
+
+def test_times_never_go_back(live: Mounted) -> None:
+    """Times that the kernel gives and those that the mount gives are of one clock: later changes are not earlier."""
+    path, before = live.path / "f", 0
+    for _ in range(50):
+        for change in (path.touch, lambda: path.write_bytes(b"x"), lambda: os.utime(path)):
+            change()
+            now = path.stat().st_mtime_ns
+            assert now >= before
+            before = now
