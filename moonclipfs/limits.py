@@ -189,6 +189,8 @@ WRITERS = 4096
 """Directories of a layer for which it is known which process wrote to them."""
 CAPTURED_FILES = 1000
 """Staged files that a capture of a directory holds; more are encoded before it is taken."""
+PUBLISHED_CAPTURES = 256
+"""Captures of a layer of which it is known what version they became last."""
 SIBLINGS = 8
 """Snapshots of a line that a new one is compared with."""
 KEEP_VERSIONS = 3

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,8 +89,8 @@ class Sealer:
         """The layer's change counter at the last look."""
         self._next_look = 0.0
         self._next_publish = 0.0
-        self._wanted: dict[int, Version | None] = {}
-        """What became of the captures that somebody waits for."""
+        self._published: OrderedDict[int, Version | None] = OrderedDict()
+        """What became of the last captures: somebody may still ask, whichever thread published them."""
         self._publishing = threading.Lock()
         """One capture at a time, in order."""
         self.before_publish: Callable[[Capture], None] = lambda capture: None
@@ -295,12 +296,8 @@ class Sealer:
 
     def _publish_one(self, capture: Capture) -> Version | None:
         """Publish a capture, unless another thread did; returns its version."""
-        self._wanted[capture.number] = None
-        try:
-            self._publish_pending(until=capture.number)
-            return self._wanted[capture.number]
-        finally:
-            del self._wanted[capture.number]
+        self._publish_pending(until=capture.number)
+        return self._published.pop(capture.number, None)
 
     def _publish_pending(self, until: int | None = None) -> None:
         """Publish captures, all or one and those of the same directory before it, in their order.
@@ -320,8 +317,9 @@ class Sealer:
                 try:
                     self.before_publish(capture)
                     version = self._publish(capture)
-                    if capture.number in self._wanted:
-                        self._wanted[capture.number] = version
+                    self._published[capture.number] = version
+                    while len(self._published) > limits.PUBLISHED_CAPTURES:
+                        self._published.popitem(last=False)
                 except MoonclipError as error:
                     failed[capture.directory] = error
         if failed:
