@@ -5,17 +5,22 @@ Pure arithmetic over the table of all objects. Memory: some 60 bytes for each ob
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moonclipfs import limits
+from moonclipfs.codec.sketch import similarity
 from moonclipfs.store.reachable import Choice, Flags, PackTable, Rows
 from moonclipfs.types import DType
 
 _STANDING = 64
 """Objects of a family that may serve as bases as they are, at most."""
+_ALIKE = 20
+"""See `bases.py`: places of a sketch that agree."""
 _WIDTHS = np.array([DType(code).width for code in range(len(DType))])
 
 
@@ -48,11 +53,18 @@ def families(table: PackTable, choice: Choice, live: Flags, needed: Flags) -> li
     if not len(hanging):
         return []
     labels = table.entries["label"][choice.rows]
-    groups = _group(roots, labels, hanging)
-    members = np.flatnonzero(present & (groups >= 0))
-    members = members[np.argsort(groups[members], kind="stable")]
-    edges = np.flatnonzero(np.diff(groups[members])) + 1
-    found = [_family(table, choice, numbers, needed, hangs, depths) for numbers in np.split(members, edges)]
+    groups = _group(table, choice, roots, labels, hanging)[roots]
+    others = present & needed & ~hangs & np.isin(labels, labels[hanging]) & (labels != 0)
+    by_label = _split(np.flatnonzero(others), labels)
+    found = []
+    for numbers in _split(np.flatnonzero(present & (groups >= 0)), groups).values():
+        mine = numbers[needed[numbers] & hangs[numbers]]
+        stands = [numbers[needed[numbers] & ~hangs[numbers]]]
+        stands += [by_label[label] for label in np.unique(labels[mine]).tolist() if label in by_label]
+        standing = _most_alike(table, choice.rows, np.unique(np.concatenate(stands)), mine[-1])
+        bearing = choice.rows[numbers[~needed[numbers]]]
+        depth_of = dict(zip(choice.rows[standing].tolist(), depths[standing].tolist(), strict=True))
+        found.append(_family(table, choice.rows[mine], depth_of, bearing))
     return sorted(found, key=lambda family: -family.taken)
 
 
@@ -70,54 +82,49 @@ def _follow(bases: Rows, needed: Flags) -> tuple[Flags, Rows, Rows]:
     return hangs, depths, roots
 
 
-def _group(roots: Rows, labels: NDArray[np.uint64], hanging: Rows) -> Rows:
-    """The family of each object: a number for what hangs together by roots and labels with any of `hanging`, or -1."""
-    pairs = np.unique(np.stack([roots[hanging].astype(np.uint64), labels[hanging]]), axis=1).T.tolist()
-    heads: dict[tuple[str, int], tuple[str, int]] = {}
-
-    def head(one: tuple[str, int]) -> tuple[str, int]:
-        while (above := heads.setdefault(one, one)) != one:
-            heads[one] = one = heads[above]
-        return one
-
-    for root, label in pairs:
-        mine = head(("root", root))
-        if label:
-            heads[head(("label", label))] = mine
-    numbers: dict[tuple[str, int], int] = {}
-    by_root = np.full(len(roots), -1, np.int64)
-    by_label: dict[int, int] = {}
-    for root, label in pairs:
-        number = numbers.setdefault(head(("root", root)), len(numbers))
-        by_root[root] = number
-        if label:
-            by_label[label] = number
-    groups = by_root[roots]
-    if by_label:
-        known = np.array(sorted(by_label), np.uint64)
-        at = np.minimum(np.searchsorted(known, labels), len(known) - 1)
-        same = (known[at] == labels) & (groups < 0)
-        groups[same] = np.array([by_label[label] for label in known.tolist()], np.int64)[at[same]]
+def _group(table: PackTable, choice: Choice, roots: Rows, labels: NDArray[np.uint64], hanging: Rows) -> Rows:
+    """The family of each root that any of `hanging` has, else -1: those of the same label that are alike share one."""
+    groups = np.full(len(roots), -1, np.int64)
+    sketches = table.sketches(choice.rows)
+    with_label: dict[int, list[tuple[bytes, int]]] = defaultdict(list)
+    firsts, at = np.unique(roots[hanging], return_index=True)
+    for root, number in zip(firsts.tolist(), hanging[at].tolist(), strict=True):
+        label, sketch = int(labels[number]), sketches[number].tobytes()
+        known = with_label[label] if label else []
+        alike = (
+            group for other, group in known if similarity(sketch, np.frombuffer(other, np.uint8)[None])[0] >= _ALIKE
+        )
+        groups[root] = next(alike, root)
+        known.append((sketch, int(groups[root])))
     return groups
 
 
-def _family(table: PackTable, choice: Choice, numbers: Rows, needed: Flags, hangs: Flags, depths: Rows) -> Family:
-    rows = choice.rows[numbers]
-    hanging = rows[needed[numbers] & hangs[numbers]]
-    stands = needed[numbers] & ~hangs[numbers]
-    bearing = rows[~needed[numbers]]
-    depth_of = dict(zip(rows[stands].tolist(), depths[numbers[stands]].tolist(), strict=True))
+def _split(numbers: Rows, keys: NDArray[Any]) -> dict[int, Rows]:
+    """Objects by their key."""
+    numbers = numbers[np.argsort(keys[numbers], kind="stable")]
+    parts = np.split(numbers, np.flatnonzero(np.diff(keys[numbers])) + 1)
+    return {int(keys[part[0]]): part for part in parts if len(part)}
+
+
+def _most_alike(table: PackTable, rows: Rows, numbers: Rows, to: int) -> Rows:
+    """Those of `numbers` whose tensors are the most like that of `to`, _STANDING at most."""
+    if len(numbers) <= _STANDING:
+        return numbers
+    places = similarity(table.sketches(rows[to : to + 1]).tobytes(), table.sketches(rows[numbers]))
+    return numbers[np.argsort(-places.astype(np.int64), kind="stable")[:_STANDING]]
+
+
+def _family(table: PackTable, hanging: Rows, standing: dict[int, int], bearing: Rows) -> Family:
     ordered = table.newest_first(hanging)
     widths = _WIDTHS.take(table.entries["dtype"][ordered], mode="clip")
     ordered = ordered[np.argsort(-widths, kind="stable")]
-    standing = table.newest_first(rows[stands])[:_STANDING].tolist()
     sizes = table.stored[np.concatenate([hanging, bearing])]
     taken = int(sizes.sum())
     # The longest is stored in full; where another full one stands, the deltas are all that it takes.
     full = 0 if standing else int(sizes.max()) - int(table.stored[hanging].min())
     return Family(
         ordered.tolist(),
-        [(row, depth_of[row]) for row in standing],
+        [(row, standing[row]) for row in table.newest_first(np.array([*standing], np.int64)).tolist()],
         bearing.tolist(),
         taken,
         min(taken, int(table.stored[hanging].sum()) + full),

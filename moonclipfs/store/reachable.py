@@ -223,6 +223,10 @@ class PackTable:
         """The base of each of `rows`, as an object; negative for none, or one that no pack holds."""
         return self._base[rows]
 
+    def sketches(self, rows: Rows) -> NDArray[np.uint8]:
+        """The sketches of `rows`, one a line."""
+        return np.frombuffer(self.entries["sketch"][rows].tobytes(), np.uint8).reshape(len(rows), -1)
+
     def newest_first(self, rows: Rows) -> Rows:
         """Rows in the order in which they were stored, the last first."""
         return rows[np.lexsort((self.entries["offset"][rows], self.pack[rows]))[::-1]]

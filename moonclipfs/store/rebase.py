@@ -1,9 +1,10 @@
 """Storing needed objects anew whose bases nothing else needs, so that these can go.
 
-Objects that deltas connect, and those of the same label, are a family. When versions are forgotten, members that are
-needed may hang on others that are not: those are stored again against needed ones, the newest in full, since it stays
-the longest, and each older one against a newer. It is done where samples show that it frees more than it takes. The
-new copies depend on needed objects alone, so `PackTable.choose` takes them, and what was behind the old ones is dead.
+Objects that deltas connect are a family, together with those of the same label that are alike. When versions are
+forgotten, members that are needed may hang on others that are not: those are stored again against needed ones, the
+newest in full, since it stays the longest, and each older one against a newer. It is done where samples show that it
+frees more than it takes. The new copies depend on needed objects alone, so `PackTable.choose` takes them, and what was
+behind the old ones is dead.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from moonclipfs import limits
 from moonclipfs._codec import can_predict
 from moonclipfs.codec.choose import Base, encode, predict
+from moonclipfs.codec.sketch import similarity
 from moonclipfs.errors import CorruptError
 from moonclipfs.store.families import Family
 from moonclipfs.store.objects import object_id
@@ -24,7 +28,7 @@ from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, Kind, ObjectId
 
 _NEAR = 2
-"""Bases that are compared for one object, on each depth and of each dtype."""
+"""Bases that are compared by a sample for one object, on each depth and of each dtype."""
 _MOST_GENERATIONS = 252
 """See `bases.py`: a byte holds them."""
 
@@ -165,16 +169,21 @@ class _Work:
                 generation=0 if against is None else _after(against.generation),
             )
 
-    def _options(self, location: Location) -> Iterator[_Base]:
-        """The nearest objects of as many elements, on each depth that leaves room for one more link."""
+    def _options(self, location: Location) -> list[_Base]:
+        """Of the objects of as many elements the most alike, on each depth that leaves room for one more link."""
         elements = location.raw_length // location.dtype.width
-        taken: dict[tuple[int, int], int] = defaultdict(int)
+        groups: dict[tuple[int, int], list[_Base]] = defaultdict(list)
         for one in self._bases:
-            dtype, key = one.location.dtype, (one.location.dtype, one.depth)
+            dtype = one.location.dtype
             alike = one.location.raw_length // dtype.width == elements and can_predict(location.dtype, dtype)
-            if alike and one.depth < limits.CHAIN_DEPTH and taken[key] < _NEAR:
-                taken[key] += 1
-                yield one
+            if alike and one.depth < limits.CHAIN_DEPTH:
+                groups[dtype, one.depth].append(one)
+        options: list[_Base] = []
+        for bases in groups.values():
+            sketches = np.frombuffer(b"".join(one.location.sketch for one in bases), np.uint8).reshape(len(bases), -1)
+            order = np.argsort(-similarity(location.sketch, sketches).astype(np.int64), kind="stable")
+            options += [bases[at] for at in order[:_NEAR].tolist()]
+        return options
 
     def _behind(self, location: Location) -> _Base | None:
         """The base that an object has now, if it may stay: what is noted of depths stays true."""

@@ -99,6 +99,7 @@ def test_a_dry_run_changes_nothing(store: Store) -> None:
     assert {path: path.stat().st_mtime_ns for path in store.path.rglob("*") if "leases" not in path.parts} == before
     done = collect(store)
     assert (done.deleted_bytes, done.copied_bytes > 0) == (report.deleted_bytes, True)
+    assert done.rebased_objects == report.rebased_objects == 2
 
 
 def test_without_repacking_only_dead_packs_go(store: Store) -> None:
