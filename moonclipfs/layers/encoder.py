@@ -161,7 +161,7 @@ class Encoder:
 
     def _has_pressure(self) -> bool:
         staging = self._layer.staging
-        return staging.waiting > staging.limit * limits.STAGING_PRESSURE_SHARE
+        return staging.refuses or staging.waiting > staging.limit * limits.STAGING_PRESSURE_SHARE
 
     def _take(self, *, urgent: bool = False, inodes: Collection[Inode] | None = None) -> None:
         """Take over what the layer has for us."""

@@ -274,6 +274,8 @@ class Staging:
         """Open files by number; another file is opened again when it is used."""
         self.used = 0
         """Bytes staged."""
+        self.refuses = False
+        """Whether the last write was not admitted: somebody waits for room."""
         self._aside = 0
         """Bytes that were set aside."""
         self._in_memory = 0
@@ -371,7 +373,8 @@ class Staging:
 
     def admit(self, length: int) -> None:
         """Raise StagingFullError when `length` more bytes would pass the limit; into an empty staging all may go."""
-        if self.waiting and self.waiting + length > self.limit:
+        self.refuses = bool(self.waiting) and self.waiting + length > self.limit
+        if self.refuses:
             raise StagingFullError(f"{self.directory}: {self.waiting} bytes of at most {self.limit} wait to be encoded")
 
     def made_name(self) -> int:

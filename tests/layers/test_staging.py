@@ -432,6 +432,9 @@ def test_past_the_limit_writers_are_told_to_wait(tmp_path: Path) -> None:
     assert not staging.full
     with pytest.raises(StagingFullError, match="60 bytes of at most 100 wait to be encoded"):
         staging.admit(41)
+    assert staging.refuses, "so that even a little less than nearly full is encoded"
+    staging.admit(40)
+    assert not staging.refuses
     generation.write(60, bytes(40))
     assert staging.full
     staging.delete(generation)
