@@ -97,6 +97,17 @@ class LiveFile(ReadHandle):
         return place_of(self._layer.path, self.inode)
 
 
+class LiveDirectory:
+    """An open directory: its names as they were when it was read from its beginning."""
+
+    __slots__ = ("inode", "names", "sequence")
+
+    def __init__(self, inode: Inode, sequence: int) -> None:
+        self.inode = inode
+        self.names: list[bytes] = []
+        self.sequence = sequence
+
+
 def place_of(path_of: Callable[[Inode], bytes], inode: Inode) -> str:
     """The path of an inode from the root of the mount, for messages."""
     try:
@@ -116,6 +127,7 @@ class FileOperations(Operations):
         self.known: dict[int, Inode] = {ROOT_NUMBER: self.layer.root}
         """Inodes of the layer that the kernel was told of, the longest known first."""
         self.open_files: dict[int, LiveFile] = {}
+        self.open_directories: dict[int, LiveDirectory] = {}
         self.ending = False
         """The mount is about to end: nobody waits for room any more."""
         self.direct = False
@@ -166,6 +178,11 @@ class FileOperations(Operations):
 
     # Opening
 
+    def check_handles(self) -> None:
+        """Raise LimitError when one more open file or directory would be too many."""
+        if len(self.open_files) + len(self.open_directories) + len(self.handles) >= limits.OPEN_HANDLES:
+            raise LimitError(f"{limits.OPEN_HANDLES} files are open already")
+
     @answers
     async def open(self, inode: Number, flags: int, ctx: RequestContext) -> FileInfo:
         """Open a file; its pages stay valid in the kernel, since its bytes change only through this mount."""
@@ -175,8 +192,7 @@ class FileOperations(Operations):
 
     async def open_inode(self, inode: Inode, flags: int, ctx: RequestContext, *, new: bool = False) -> FileInfo:
         """Open a file of the layer with the flags of open(2), for who asks."""
-        if len(self.open_files) + len(self.handles) >= limits.OPEN_HANDLES:
-            raise LimitError(f"{limits.OPEN_HANDLES} files are open already")
+        self.check_handles()
         access = flags & os.O_ACCMODE
         sequence = self.layer.view.sequence
         with self.holds.pinned(sequence):

@@ -18,7 +18,7 @@ import pyfuse3
 import trio
 
 from moonclipfs import limits
-from moonclipfs.errors import FuseUnavailableError
+from moonclipfs.errors import FuseUnavailableError, MountError
 from moonclipfs.fuse import initflags
 from moonclipfs.fuse.control import ControlServer, runtime_path
 from moonclipfs.fuse.mounts import FILE_SYSTEM, mount_source
@@ -66,7 +66,7 @@ def serve(store_path: str, place: str, options: MountOptions, ready: Callable[[]
                     server.unmount()
         finally:
             server.close()
-    return int(bool(server.problems))
+    return MountError.exit_code if server.problems else 0
 
 
 def _server_class(options: MountOptions) -> type[Server]:

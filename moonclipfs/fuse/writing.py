@@ -22,7 +22,7 @@ from pyfuse3 import XAttrNameT as XattrName
 
 from moonclipfs import limits
 from moonclipfs.errors import ExistsError, LimitError, NotFoundError
-from moonclipfs.fuse.filewriting import LIVE_BIT, FileOperations, LiveFile, is_live, is_live_handle
+from moonclipfs.fuse.filewriting import LIVE_BIT, FileOperations, LiveDirectory, LiveFile, is_live, is_live_handle
 from moonclipfs.fuse.operations import DOTS, answers
 from moonclipfs.fuse.reading import Reads
 from moonclipfs.layers.holds import Holds
@@ -37,24 +37,12 @@ _NOREPLACE, _EXCHANGE = 1, 2
 _FAMILIES = (b"user.", b"trusted.")
 
 
-class LiveDirectory:
-    """An open directory: its names as they were when it was read from its beginning."""
-
-    __slots__ = ("inode", "names", "sequence")
-
-    def __init__(self, inode: Inode, sequence: int) -> None:
-        self.inode = inode
-        self.names: list[bytes] = []
-        self.sequence = sequence
-
-
 class LiveOperations(FileOperations):
     """A mount that can be written to."""
 
     def __init__(self, live: Live, tree: Tree, holds: Holds, reads: Reads, disk: str | os.PathLike[str]) -> None:
         """As for FileOperations."""
         super().__init__(live, tree, holds, reads, disk)
-        self.open_directories: dict[int, LiveDirectory] = {}
         self._last_directory = LIVE_BIT
 
     # Looking
@@ -150,6 +138,7 @@ class LiveOperations(FileOperations):
         """Open a directory; one that cannot be read is told here."""
         if not is_live(inode):
             return await super().opendir(inode, ctx)
+        self.check_handles()
         sequence = self.layer.view.sequence
         with self.holds.pinned(sequence):
             directory = LiveDirectory(self.inode(inode), sequence)
@@ -355,7 +344,10 @@ class LiveOperations(FileOperations):
     async def setxattr(self, inode: Number, name: XattrName, value: bytes, ctx: RequestContext) -> None:
         """Store an attribute."""
         found = self._attributed(inode, name)
-        await self.change(self.layer.set_xattr, found, name, value, self.clock.now_ns())
+        try:
+            await self.change(self.layer.set_xattr, found, name, value, self.clock.now_ns())
+        except LimitError as error:
+            raise FUSEError(errno.ENOSPC) from error  # what ext4 says of more than fits
 
     @answers
     async def removexattr(self, inode: Number, name: XattrName, ctx: RequestContext) -> None:

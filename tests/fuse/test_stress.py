@@ -24,9 +24,9 @@ FIO_JOBS = {
 }
 STRESSORS = (
     "access", "chdir", "chmod", "chown", "copy-file", "dentry", "dir", "dirdeep", "dirmany", "dup", "fcntl",
-    "filename", "flock", "fstat", "getdents", "hdd", "iomix", "link", "locka", "lockf", "lockofd", "metamix",
+    "filename", "flock", "fstat", "hdd", "iomix", "link", "locka", "lockf", "lockofd", "metamix",
     "mmap", "mmapfork", "msync", "open", "readahead", "rename", "revio", "seek", "sendfile", "symlink", "sync-file",
-    "touch", "unlink", "utime", "xattr",
+    "touch", "utime", "xattr",
 )  # fmt: skip
 CPYTHON = (
     "test_file", "test_filecmp", "test_fileio", "test_fcntl", "test_genericpath", "test_glob", "test_io",

@@ -534,3 +534,13 @@ def test_times_never_go_back(live: Mounted) -> None:
             now = path.stat().st_mtime_ns
             assert now >= before
             before = now
+
+
+def test_shown_virtual_names_stand_beside_live_ones(store: Store, mounter: Mounter) -> None:
+    publish(store, "run/a", {"x": b"1"})
+    mounted = mounter(store.path, read_only=False, show_virtual=True)
+    (mounted.path / "new").touch()
+    with os.scandir(mounted.path) as entries:
+        found = {entry.name: entry.is_dir() for entry in entries}
+    assert found == {"run": True, "new": False, "@latest": True, "@versions": True}
+    assert os.listdir(mounted.path / "@versions/run/a") == ["1"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from moonclipfs.errors import MountError
 from moonclipfs.fuse.control import ask
 from moonclipfs.store.store import Store
 from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually, is_running, patched_server
@@ -191,9 +192,8 @@ def test_a_writer_does_not_wait_for_ever_when_nothing_can_be_stored(store: Store
     (store.path / "packs").rename(tmp_path / "away")
     (store.path / "packs").write_bytes(b"no directory")
     patch = "from moonclipfs import limits\nlimits.STAGING_PATIENCE_SECONDS = 1.0"
-    with patched_server(
-        store.path, tmp_path / "mnt", patch, ends=1, read_only=False, staging_limit=4 * MIB, seal_after=None
-    ) as mounted:
+    options = {"read_only": False, "staging_limit": 4 * MIB, "seal_after": None}
+    with patched_server(store.path, tmp_path / "mnt", patch, ends=MountError.exit_code, **options) as mounted:
         with pytest.raises(OSError) as caught, (mounted.path / "f").open("wb", buffering=0) as file:
             for _ in range(8):
                 file.write(os.urandom(MIB))

@@ -197,6 +197,14 @@ def test_special_families_of_attributes(live: Mounted) -> None:
         with pytest.raises(OSError) as caught:
             os.setxattr(path, name, b"\2\0\0\0")
         assert caught.value.errno == expected, name
+    for number in range(2000):
+        try:
+            os.setxattr(path, f"user.{number}", b"v" * 100)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            break
+    else:
+        pytest.fail("attributes without end")
     with pytest.raises(OSError) as caught:
         os.removexattr(path, "user.none")
     assert caught.value.errno == errno.ENODATA
