@@ -1,8 +1,8 @@
 """A writable copy-on-write tree over a store: the live layer of a mount, without the mount.
 
 What a layer shows is told by `lookup.py`, how it changes by `changes.py` and `adopting.py`, and how it and the names
-of the log follow each other by `namesync.py`. Every change is a journal record that is appended, then applied (`state.py`); opening a
-layer applies them all again.
+of the log follow each other by `namesync.py`. Every change is a journal record that is appended, then applied
+(`state.py`); opening a layer applies them all again.
 """
 
 from __future__ import annotations
