@@ -197,6 +197,14 @@ KEEP_VERSIONS = 3
 """Automatic versions of a name that are kept."""
 KEEP_DELETED_SECONDS = 7 * 24 * 3600.0
 """How long what was removed stays in `@versions`, while the disk has room."""
+LOW_SPACE_SHARE = 0.05
+"""Of the disk that a store is on: when less is free, what was removed goes at once."""
+LOW_SPACE_BYTES = 4 * GIB
+"""The same on a large disk."""
+RECLAIM_SHARE = 0.10
+"""Of the packs: a mount runs gc by itself when it would free so much, ..."""
+RECLAIM_BYTES = 64 * MIB
+"""... and at least this."""
 HINTS = 4096
 """Replaced files that are remembered until what replaced them is encoded, and lines looked at for one batch."""
 HINT_DEPTH = 8

@@ -178,7 +178,8 @@ class Version:
     """One version of a snapshot, as the log tells it.
 
     `number` counts from 1 for each name and is never used twice; `sequence` is the log record that bound it;
-    `removed` is the log record that unbound it, or 0 while it is the bound or an earlier kept version.
+    `removed` is the log record that unbound it, or 0 while it is the bound or an earlier kept version; `removed_ns` is
+    when, by the clock of who did that, or 0 where the record does not tell.
     """
 
     path: str
@@ -188,6 +189,7 @@ class Version:
     time_ns: int
     metadata: Mapping[str, object]
     removed: int = 0
+    removed_ns: int = 0
 
 
 _STEP = re.compile(r"(\d+)")

@@ -113,7 +113,7 @@ class Live:
         return self.sealer.seal(path, wait=wait)
 
     def make_room(self, length: int) -> int:
-        """Reclaim about `length` bytes on a full disk, or as much as can be; returns how many were freed."""
+        """See `Reclaimer.make_room`."""
         return self.reclaimer.make_room(length)
 
     def status(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moonclipfs import limits
@@ -18,19 +19,29 @@ if TYPE_CHECKING:
     from moonclipfs.layers.encoder import Encoder
     from moonclipfs.layers.layer import Layer
 
+_REST = 20
+"""An estimate that took a second is made anew after so many seconds at the earliest, however much changes."""
+
 
 def reclaim(store: Store, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """In the encoder process: forget the versions `forget`, (path, number) each, and run gc; or, with `preview`, only
-    tell what that would free. Returns {"freed": bytes}.
+    """In the encoder process: forget those of the versions `forget`, (path, number) each, that are removed still, and
+    run gc, `pressed` or not. Returns {"freed": bytes, "waiting": bytes that go in a later run}.
+
+    With `preview`, only tells what that would free on a disk that is needed, and `dead`, what gc alone would free,
+    and `packs`, what all packs take.
     """
-    names = store.names()
-    wanted = {(os.fsdecode(path), number) for path, number in arguments["forget"]}
-    versions = [version for version in names.all_versions() if (version.path, version.number) in wanted]
+    asked = {(os.fsdecode(path), number) for path, number in arguments["forget"]}
+    versions = [(one.path, one.number) for one in _removed(store.names()) if (one.path, one.number) in asked]
     if arguments.get("preview"):
-        return {"freed": max(0, preview(store, [(one.path, one.number) for one in versions]).freed_bytes)}
-    if versions:
-        return {"freed": forget.forget(store, versions).gc.freed_bytes}
-    return {"freed": collect(store).freed_bytes}
+        dead, freed = preview(store), preview(store, versions, pressed=True)
+        return {
+            "freed": max(0, freed.freed_bytes),
+            "dead": max(0, dead.freed_bytes),
+            "packs": dead.live_bytes + dead.dead_bytes,
+        }
+    forget.drop(store, versions)
+    report = collect(store, pressed=bool(arguments.get("pressed")))
+    return {"freed": max(0, report.freed_bytes), "waiting": report.waiting_bytes}
 
 
 class Reclaimer:
@@ -41,36 +52,93 @@ class Reclaimer:
         self._layer = layer
         self._encoder = encoder
         self._keep_deleted = keep_deleted
+        self._began_ns = time.time_ns()
         self._lock = threading.Lock()
-        self._estimated = -1
+        self._estimated: tuple[int, int] | None = None
+        """The state that `reclaimable` tells of."""
+        self._exhausted: tuple[int, int] | None = None
+        """The state in which nothing was left to reclaim."""
+        self._rest_until = 0.0
+        self._again_at = float("inf")
+        """When packs that somebody used may be free."""
         self.reclaimable = 0
         """Bytes that could be freed at once; an estimate."""
 
     def tick(self, now: float) -> None:
-        """Look whether anything is due: cheap when no name changed."""
-        names = self._layer.store.log.names
-        if names.sequence != self._estimated:
-            self._estimate(names)
+        """Do what is due, by the monotonic clock: cheap when nothing changed."""
+        if self._free() < self._low_mark() and self._exhausted != self._state():
+            self.make_room(0)
+        with self._lock:
+            names = self._layer.store.log.names
+            if expired := [one for one in _removed(names) if self._is_expired(one)]:
+                self._call(expired)
+            elif now >= self._again_at:
+                self._call(())
+            state = self._state()
+            if state != self._estimated and now >= self._rest_until:
+                self._estimate(names, now)
+                self._estimated = state
 
     def make_room(self, length: int) -> int:
-        """Forget what was removed, the oldest first, until about `length` bytes are free. Returns bytes freed."""
+        """Forget what was removed, the oldest first, until the disk has `length` bytes, and some more, to spare.
+
+        Returns the bytes freed: 0 when nothing is left to reclaim, or when the store's disk is not the one that is
+        full.
+        """
+        before = self._free()
         with self._lock:
-            freed = self._call(())
-            for version in sorted(_removed(self._layer.store.names()), key=lambda one: one.removed):
-                if freed >= length:
+            wanted = max(length, self._low_mark())
+            freed = max(0, self._free() - before)  # by whoever had the lock
+            if self._free() >= wanted:
+                return freed
+            for versions in self._steps():
+                freed += self._call(versions, pressed=True)
+                if self._free() >= wanted:
                     break
-                freed += self._call([version])
-            self._estimated = -1
+            else:
+                self._exhausted = self._state()
+            self.reclaimable = max(0, self.reclaimable - freed)
+            self._estimated = None
             return freed
 
-    def _estimate(self, names: Names) -> None:
-        with self._lock:
-            answer = self._encoder.call("reclaim", forget=_keys(_removed(names)), preview=True)
-            self.reclaimable = answer["freed"]
-            self._estimated = names.sequence
+    def _steps(self) -> Iterator[list[Version]]:
+        """What to forget, step by step: nothing, one version, two, four, ... the first removed first."""
+        yield []
+        count = 1
+        while left := sorted(_removed(self._layer.store.names()), key=lambda one: (one.removed, one.sequence)):
+            yield left[:count]
+            count *= 2
 
-    def _call(self, versions: Iterable[Version]) -> int:
-        return int(self._encoder.call("reclaim", forget=_keys(versions))["freed"])
+    def _estimate(self, names: Names, now: float) -> None:
+        started = time.monotonic()
+        answer = self._encoder.call("reclaim", forget=_keys(_removed(names)), preview=True)
+        self._rest_until = now + _REST * (time.monotonic() - started)
+        self.reclaimable = answer["freed"]
+        if answer["dead"] >= max(limits.RECLAIM_BYTES, limits.RECLAIM_SHARE * answer["packs"]):
+            self._call(())
+
+    def _call(self, versions: Iterable[Version], *, pressed: bool = False) -> int:
+        answer = self._encoder.call("reclaim", forget=_keys(versions), pressed=pressed)
+        self._layer.store.packs.forget_deleted()
+        self._again_at = time.monotonic() + limits.RETRY_SECONDS if answer["waiting"] else float("inf")
+        return int(answer["freed"])
+
+    def _is_expired(self, version: Version) -> bool:
+        # What was removed before versions had a time is kept as if that had been when we began.
+        removed_ns = version.removed_ns or self._began_ns
+        return time.time_ns() - removed_ns > self._keep_deleted * 1e9
+
+    def _state(self) -> tuple[int, int]:
+        """What changes when there may be more to reclaim: names, and objects."""
+        return self._layer.store.log.names.sequence, int(self._encoder.status()["encoded_bytes"])
+
+    def _free(self) -> int:
+        disk = os.statvfs(self._layer.store.path)
+        return disk.f_bavail * disk.f_frsize
+
+    def _low_mark(self) -> int:
+        disk = os.statvfs(self._layer.store.path)
+        return min(limits.LOW_SPACE_BYTES, int(disk.f_blocks * disk.f_frsize * limits.LOW_SPACE_SHARE))
 
 
 def _removed(names: Names) -> list[Version]:

@@ -39,16 +39,20 @@ def forget(
     exclusive = _exclusive(store, names)
     if dry_run:
         return ForgetReport(tuple(versions), exclusive, preview(store, names))
-    _drop(store, names)
+    drop(store, names)
     return ForgetReport(tuple(versions), exclusive, collect(store, progress=progress))
 
 
-def _drop(store: Store, versions: Sequence[tuple[str, int]]) -> None:
+def drop(store: Store, versions: Sequence[tuple[str, int]]) -> None:
+    """Drop versions (path, number), with the help of the store's reserve, which gc takes again, on a full disk.
+
+    Raises NotFoundError when one is gone meanwhile.
+    """
     try:
         if versions:
             store.log.forget(versions)
     except NoSpaceError:
-        reserve.release(store.path)  # gc takes it again
+        reserve.release(store.path)
         kept = {(version.path, version.number) for version in store.names().all_versions()}
         if left := [version for version in versions if version in kept]:
             store.log.forget(left)

@@ -156,7 +156,7 @@ class Log:
         def body(names: Names) -> Mapping[str, object]:
             for path in paths:
                 _require_bound(names, path)
-            return {"paths": list(dict.fromkeys(paths))}
+            return {"paths": list(dict.fromkeys(paths)), "time_ns": time.time_ns()}
 
         return self.append("unbind", body)
 
@@ -192,7 +192,7 @@ class Log:
             for path, number in versions:
                 if number not in [version.number for version in names.versions(path)]:
                     raise NotFoundError(f"{path!r} has no version {number}")
-            return {"versions": list(dict.fromkeys(versions))}
+            return {"versions": list(dict.fromkeys(versions)), "time_ns": time.time_ns()}
 
         return self.append("forget", body)
 

@@ -63,7 +63,7 @@ class State:
         for path in record["paths"]:
             if self.bound(path) is None:
                 raise ValueError(f"{path!r} is not bound")
-            self._remove(path)
+            self._remove(path, record)
 
     def _move(self, record: Mapping[str, Any]) -> None:
         moved: list[Version] = []
@@ -81,7 +81,7 @@ class State:
             bound = self.bound(path)
             self._take(path, number)
             if bound is not None and bound.number == number:
-                self._remove(path)
+                self._remove(path, record)
 
     def _condemn(self, record: Mapping[str, Any]) -> None:
         for pack in record["packs"]:
@@ -93,7 +93,7 @@ class State:
             path = check_path(row["path"])
             version = Version(
                 path, row["number"], _object_id(row["root"]), row["sequence"], row["time_ns"], dict(row["metadata"]),
-                row["removed"],
+                row["removed"], int(row.get("removed_ns", 0)),
             )  # fmt: skip
             versions[path] = (*versions.get(path, ()), version)
         self.versions, self.highest = versions, dict(record["highest"])
@@ -112,10 +112,11 @@ class State:
             del self.versions[path]
         return found[0]
 
-    def _remove(self, path: str) -> None:
+    def _remove(self, path: str, record: Mapping[str, Any]) -> None:
         if path in self.versions:
+            when = int(record.get("time_ns", 0))
             self.versions[path] = tuple(
-                version if version.removed else replace(version, removed=self.sequence)
+                version if version.removed else replace(version, removed=self.sequence, removed_ns=when)
                 for version in self.versions[path]
             )
 
@@ -132,6 +133,7 @@ class State:
                     "time_ns": version.time_ns,
                     "metadata": version.metadata,
                     "removed": version.removed,
+                    "removed_ns": version.removed_ns,
                 }
                 for versions in self.versions.values()
                 for version in versions

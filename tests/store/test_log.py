@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,8 +57,10 @@ def test_unbind_keeps_what_was_removed(log: Log) -> None:
     names = log.refresh()
     assert names.bound() == {}
     assert [(version.number, version.removed) for version in names.versions("a")] == [(1, sequence), (2, sequence)]
+    assert all(version.time_ns < version.removed_ns <= time.time_ns() for version in names.versions("a"))
     third = bind(log, "a", 3)
     assert third.number == 3
+    assert third.removed_ns == 0
     assert [version.removed for version in log.names.versions("a")] == [sequence, sequence, 0]
     with pytest.raises(NotFoundError, match="'b'"):
         log.unbind(["a", "b"])
