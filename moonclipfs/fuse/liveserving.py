@@ -49,7 +49,9 @@ class LiveServer(Server):
         self.verbs = {**self.live.verbs, "ended": self.ended}
 
     async def answering(self) -> None:
-        """Begin to encode and seal."""
+        """Begin to encode and seal, unless the mount is gone again already."""
+        if self._closed:
+            return
         self._started = True
         await trio.to_thread.run_sync(self.live.start)
 

@@ -1,0 +1,135 @@
+"""Space without cron, on mounts of small disks: what was removed makes room by itself, and only then."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moonclipfs.fuse.control import ask
+from moonclipfs.fuse.mount import unmount
+from moonclipfs.store.check import verify
+from moonclipfs.store.store import Store
+from tests.fuse.conftest import Mounted, Mounter, eventually
+from tests.store.kit import noise
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128m", "moonclipfs-test", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root and CAP_SYS_ADMIN")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def free(place: Path) -> int:
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize
+
+
+def mounted(disk: Path, mounter: Mounter, **options: object) -> Mounted:
+    Store.create(disk / "store").close()
+    return mounter(disk / "store", read_only=False, seal_after=None, **options)
+
+
+def save(live: Mounted, name: str, seed: int, length: int) -> None:
+    """A checkpoint, sealed."""
+    place = live.path / name
+    place.mkdir(parents=True)
+    with (place / "model.pt").open("wb") as file:
+        for at in range(0, length, MIB):
+            file.write(noise(seed + at, MIB))
+    ask(str(live.path), "seal", path=name)
+
+
+def whole(live: Mounted, name: str, seed: int, length: int) -> bool:
+    data = (live.path / name / "model.pt").read_bytes()
+    return data == b"".join(noise(seed + at, MIB) for at in range(0, length, MIB))
+
+
+def versions(live: Mounted) -> list[str]:
+    """Every version that is kept, removed ones too."""
+    with Store.open(live.store) as store:
+        return [version.path for version in store.names().all_versions()]
+
+
+def end(live: Mounted) -> None:
+    unmount(live.path)
+    with Store.open(live.store) as store:
+        assert verify(store).problems == []
+
+
+def test_what_was_removed_long_ago_goes_by_itself(disk: Path, mounter: Mounter) -> None:
+    live = mounted(disk, mounter, keep_deleted=1.0)
+    save(live, "run/a", 1, 16 * MIB)
+    save(live, "run/b", 1000, 4 * MIB)
+    eventually(lambda: free(disk) < 90 * MIB)
+    before = free(disk)
+    shutil.rmtree(live.path / "run/a")
+    eventually(lambda: versions(live) == ["run/b"], 40)
+    eventually(lambda: free(disk) > before + 15 * MIB, 40)
+    assert whole(live, "run/b", 1000, 4 * MIB)
+    end(live)
+
+
+def test_what_was_removed_stays_while_there_is_room(disk: Path, mounter: Mounter) -> None:
+    """`df` counts it as free all the same."""
+    live = mounted(disk, mounter)
+    save(live, "run/a", 1, 16 * MIB)
+    save(live, "run/b", 1000, 4 * MIB)
+    shutil.rmtree(live.path / "run/a")
+    eventually(lambda: ask(str(live.path), "status")["reclaimable"] > 15 * MIB, 40)
+    assert free(disk) + 15 * MIB < free(live.path) < free(disk) + 18 * MIB
+    assert sorted(versions(live)) == ["run/a", "run/b"]
+    assert whole(live, "@versions/run/a/1", 1, 16 * MIB)
+    end(live)
+
+
+def test_a_trainer_that_keeps_two_never_meets_a_full_disk(disk: Path, mounter: Mounter) -> None:
+    """400 MiB are saved on a disk of 128 MiB, and of what was removed the last stays as long as it can."""
+    live = mounted(disk, mounter)
+    length = 10 * MIB
+    for number in range(40):
+        save(live, f"run/checkpoint-{number}", number * length, length)
+        if number >= 2:
+            shutil.rmtree(live.path / f"run/checkpoint-{number - 2}")
+    kept = versions(live)
+    assert {"run/checkpoint-38", "run/checkpoint-39"} < set(kept)
+    assert all(int(name.rpartition("-")[2]) > 25 for name in kept), "the first removed go first"
+    for number in (38, 39):
+        assert whole(live, f"run/checkpoint-{number}", number * length, length)
+    assert "ERROR" not in live.log_text()
+    end(live)
+
+
+def test_a_disk_that_is_full_of_what_is_kept(disk: Path, mounter: Mounter, expect_log: Callable[[str], None]) -> None:
+    """Nothing that stands at its path is given up: the writer is told, and all works again when there is room."""
+    live = mounted(disk, mounter)
+    length, number = 10 * MIB, 0
+    with pytest.raises(OSError) as told:
+        while True:
+            save(live, f"run/{number}", number * length, length)
+            number += 1
+    assert told.value.errno == errno.ENOSPC or "space" in str(told.value)
+    assert number >= 6
+    for one in range(number):
+        assert whole(live, f"run/{one}", one * length, length)
+    shutil.rmtree(live.path / f"run/{number}")
+    shutil.rmtree(live.path / "run/0")
+    shutil.rmtree(live.path / "run/1")
+    save(live, "after", 7, length)
+    for one in range(2, number):
+        assert whole(live, f"run/{one}", one * length, length)
+    assert whole(live, "after", 7, length)
+    end(live)
