@@ -54,6 +54,8 @@ class Jobs:
         self._busy: dict[Inode, int] = {}
         """The job of each file that has one."""
         self._failures: dict[int, str] = {}
+        self.dropped = 0
+        """Bytes of stored files that went or changed, about: the journal names them until it is written anew."""
 
     # Under the lock
 
@@ -74,10 +76,12 @@ class Jobs:
     def replaces(self, inode: Inode, recipe: ObjectId) -> None:
         """A file takes the place of what `recipe` is."""
         if recipe != NO_ID:
+            self.dropped += _size(inode)
             self._hints.replaced(inode, recipe)
 
     def gone(self, inode: Inode) -> None:
         """A file has no names and no handles any more."""
+        self.dropped += _size(inode)
         self._waiting.pop(inode, None)
         self._writing.pop(inode, None)
         number = self._busy.pop(inode, None)
@@ -131,6 +135,7 @@ class Jobs:
         content = inode.content
         if content is None or not inode.links or content.recipe != before:
             return
+        self.dropped += 0 if before == NO_ID else size
         record = Stored(inode.number, generation, recipe, size)
         self._layer.record(record, contents_refs(record))
         pending = self._log.pending(inode)
@@ -225,6 +230,10 @@ def _delay() -> float:
 
 def _generations(parts: Collection[Part]) -> list[Generation]:
     return list(dict.fromkeys(part.generation for part in parts if part.generation is not None))
+
+
+def _size(inode: Inode) -> int:
+    return inode.size if inode.content is None else inode.content.size
 
 
 def _staged_bytes(inode: Inode) -> int:

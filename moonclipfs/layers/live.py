@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moonclipfs import limits
 from moonclipfs.errors import ExistsError, MoonclipError, NoSpaceError, NotFoundError
@@ -25,6 +25,7 @@ from moonclipfs.store.rebind import clone, restore
 from moonclipfs.store.store import Store
 from moonclipfs.types import Version
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _NAMES_TICK_SECONDS = 0.5
@@ -66,7 +67,7 @@ class Live:
         self._tasks = [
             Periodic("moonclipfs sync", self._sync, limits.SYNC_SECONDS),
             Periodic("moonclipfs names", self._tell_names, _NAMES_TICK_SECONDS),
-            Periodic("moonclipfs seal", lambda: self.sealer.tick(time.monotonic()), _SEAL_TICK_SECONDS),
+            Periodic("moonclipfs seal", self._seal_what_is_due, _SEAL_TICK_SECONDS),
             Periodic("moonclipfs reclaim", lambda: self.reclaimer.tick(time.monotonic()), _RECLAIM_TICK_SECONDS),
         ]
 
@@ -84,7 +85,7 @@ class Live:
         # The last commit lets what was stored leave the staging.
         for work in (self._drain, self.sealer.close, self.layer.push_names, self.layer.sync_all):
             try:
-                work()
+                self._with_room(work)
             except MoonclipError as error:
                 problems.append(str(error))
         self.encoder.stop()
@@ -110,7 +111,7 @@ class Live:
 
         Without `wait` it is captured, and published in the background. Raises NotFoundError, UsageError, BusyError.
         """
-        return self.sealer.seal(path, wait=wait)
+        return self._with_room(lambda: self.sealer.seal(path, wait=wait))
 
     def make_room(self, length: int) -> int:
         """See `Reclaimer.make_room`."""
@@ -185,12 +186,20 @@ class Live:
         return {"path": version.path, "number": version.number}
 
     def _drain(self) -> None:
-        try:
-            self.encoder.drain()
-        except NoSpaceError:
-            if not self.make_room(self.layer.staging.used):
-                raise
-            self.encoder.drain()
+        self._with_room(self.encoder.drain)
+
+    def _with_room(self, work: Callable[[], T]) -> T:
+        """Do something; on a full disk, do it again as long as something can be reclaimed. Raises NoSpaceError."""
+        while True:
+            try:
+                return work()
+            except NoSpaceError:
+                # What is staged has to be stored beside itself.
+                if not self.make_room(self.layer.staging.used):
+                    raise
+
+    def _seal_what_is_due(self) -> None:
+        self._with_room(lambda: self.sealer.tick(time.monotonic()))
 
     def _tell_names(self) -> None:
         """Let others know soon what was removed here."""

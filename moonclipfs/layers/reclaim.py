@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moonclipfs import limits
-from moonclipfs.store import forget
+from moonclipfs.errors import NoSpaceError
+from moonclipfs.store import forget, reserve
 from moonclipfs.store.gc import collect, preview
 from moonclipfs.store.log import Names
 from moonclipfs.store.store import Store
@@ -58,6 +59,8 @@ class Reclaimer:
         """The state that `reclaimable` tells of."""
         self._exhausted: tuple[int, int] | None = None
         """The state in which nothing was left to reclaim."""
+        self._clean: tuple[int, int] | None = None
+        """Bytes dropped by the layer, and the last removal of a version, when the journal was last written anew."""
         self._rest_until = 0.0
         self._again_at = float("inf")
         """When packs that somebody used may be free."""
@@ -71,6 +74,7 @@ class Reclaimer:
         with self._lock:
             names = self._layer.store.log.names
             if expired := [one for one in _removed(names) if self._is_expired(one)]:
+                self._forget_dropped(names)
                 self._call(expired)
             elif now >= self._again_at:
                 self._call(())
@@ -91,6 +95,7 @@ class Reclaimer:
             freed = max(0, self._free() - before)  # by whoever had the lock
             if self._free() >= wanted:
                 return freed
+            self._forget_dropped(self._layer.store.names())
             for versions in self._steps():
                 freed += self._call(versions, pressed=True)
                 if self._free() >= wanted:
@@ -111,11 +116,29 @@ class Reclaimer:
 
     def _estimate(self, names: Names, now: float) -> None:
         started = time.monotonic()
+        self._forget_dropped(names, self._low_mark())
         answer = self._encoder.call("reclaim", forget=_keys(_removed(names)), preview=True)
         self._rest_until = now + _REST * (time.monotonic() - started)
         self.reclaimable = answer["freed"]
         if answer["dead"] >= max(limits.RECLAIM_BYTES, limits.RECLAIM_SHARE * answer["packs"]):
             self._call(())
+
+    def _forget_dropped(self, names: Names, least: int = 1) -> None:
+        """Write the journal anew if it names `least` bytes that no file of the layer needs any more, or a removed
+        snapshot: they are kept until then.
+        """
+        state = self._layer.files.jobs.dropped, max((one.removed for one in _removed(names)), default=0)
+        before = self._clean
+        if before is not None and state[0] - before[0] < least and state[1] == before[1]:
+            return
+        try:
+            self._layer.files.checkpoint()
+        except NoSpaceError:
+            # A short file goes a long way. Reclaiming takes the reserve again.
+            if not reserve.release(self._layer.store.path):
+                raise
+            self._layer.files.checkpoint()
+        self._clean = state
 
     def _call(self, versions: Iterable[Version], *, pressed: bool = False) -> int:
         answer = self._encoder.call("reclaim", forget=_keys(versions), pressed=pressed)
