@@ -226,6 +226,8 @@ class PackSink(_Seen):
 
     def _sample(self, option: Candidate, offset: int, length: int) -> Buffer:
         out = bytearray(_clipped(option, offset, length))
+        if not out:
+            return out  # all of it is past the end of the base
         self.objects.read_into(option.location.object_id, offset, memoryview(out))
         return out
 
@@ -275,6 +277,8 @@ class EstimateSink(_Seen):
 
     def _sample(self, option: Candidate, offset: int, length: int) -> Buffer:
         length = _clipped(option, offset, length)
+        if not length:
+            return b""
         origin = self._origins.get(option.location.object_id)
         if origin is not None:
             source, start = origin

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from moonclipfs import limits
 from moonclipfs.errors import BusyError, LeaseLostError, MissingObjectError, NoSpaceError
 from moonclipfs.store import sinks
+from moonclipfs.store.add import add
 from moonclipfs.store.gc import collect
 from moonclipfs.store.ingest import IngestStats
 from moonclipfs.store.packs import pack_key
@@ -83,6 +84,15 @@ def test_any_bytes_come_back(store: Store, runs: list[tuple[bytes, int]], tail: 
 )
 def test_any_tensors_come_back(store: Store, tensors: dict[str, tuple[str, int, int]]) -> None:
     put(store, safetensors({name: (dtype, floats(seed, count)) for name, (dtype, count, seed) in tensors.items()}))
+
+
+def test_a_tensor_that_grew_is_stored_whatever_it_was_before(store: Store, tmp_path: Path) -> None:
+    """A base may end before the place of the new object at which it is tried."""
+    put(store, safetensors({"w": ("F32", floats(1, 75_000))}))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/f").write_bytes(safetensors({"w": ("F32", floats(1, 375_000))}))
+    assert add(store, [tmp_path / "new"], dry_run=True).stats.stored_bytes
+    put(store, (tmp_path / "new/f").read_bytes())
 
 
 def test_an_empty_file_is_no_object(store: Store) -> None:
