@@ -105,15 +105,33 @@ class ContentReplay:
             self.unsynced.setdefault(inode, set()).update(content.generations())
         parts = [self._part(part, record.data) for part in record.parts]
         content.apply(record.whole, record.recipe, record.size, parts, synced=record.synced)
+        if record.whole and record.synced:
+            self._free(content.unused())
         inode.mtime_ns, inode.ctime_ns = record.mtime_ns, record.ctime_ns
         state.change = max(state.change, record.change)
         _note_change(inode, record.change)
+
+    def gone(self, inode: Inode) -> None:
+        """A file was removed; its staging files are found to be unused in the end."""
+        held = self.unsynced.pop(inode, set())
+        if inode.content is not None:
+            self._free({*held, *inode.content.generations(), *inode.content.unused()})
+            inode.content = None
 
     def stored(self, record: Stored) -> None:
         """A frozen content is encoded: a record of contents follows where the file still has it."""
         self._state.generations = max(self._state.generations, record.generation)
         if record.generation:
             self.sizes[record.recipe] = record.size
+
+    def _free(self, generations: Iterable[Generation]) -> None:
+        """No state of a file that counts needs these: those in memory go at once, else all that the journal ever had
+        would be there in the end.
+        """
+        for generation in generations:
+            if generation.path is None:
+                self.generations.pop(generation.number, None)
+                self._staging.delete(generation)
 
     def _part(self, part: Sequence[int], data: Iterable[tuple[int, int, bytes]]) -> Part:
         offset, length, kind, number = part

@@ -134,7 +134,9 @@ class Files:
     # For open files, under the lock
 
     def begin_write(self, inode: Inode, length: int) -> Generation:
-        """The generation that takes a write. Raises StagingFullError."""
+        """The generation that takes a write, in a file for a long one: whether its bytes are in memory, and so in the
+        records of the journal, changes under the lock only. Raises StagingFullError, NoSpaceError, BackendError.
+        """
         self.layer.staging.admit(length)
         self._own(inode)
         content = content_of(inode)
@@ -144,6 +146,8 @@ class Files:
             self.layer.state.generations += 1
             generation = self.layer.staging.create(self.layer.state.generations)
             content.begin(generation)
+        if length > limits.INLINE_BYTES:
+            generation.leave_memory()
         return generation
 
     def end_write(
@@ -152,6 +156,7 @@ class Files:
         """The bytes are in the generation. False when it was frozen or left meanwhile: they have to go into another."""
         if generation.frozen:
             return False
+        self.log.changing(inode)  # once more: what was journalled since `begin_write` does not have these bytes
         content_of(inode).wrote(generation, offset, length)
         inode.mtime_ns = inode.ctime_ns = now_ns
         if not privileged:

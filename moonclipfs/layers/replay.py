@@ -51,7 +51,7 @@ def replay(layer: Changes, files: Files, captured: Callable[[], set[int]] = set)
     FormatVersionError, NoSpaceError, BackendError. What is staged but missing is CorruptError for whoever reads it.
     """
     state, contents, recovery = layer.state, ContentReplay(layer.state, layer.staging), Recovery()
-    state.on_gone = _forget
+    state.on_gone = contents.gone
     state.handle(Contents, contents.contents)
     state.handle(Stored, contents.stored)
     for record in layer.journal.replay():
@@ -66,11 +66,6 @@ def replay(layer: Changes, files: Files, captured: Callable[[], set[int]] = set)
     if line := str(recovery):
         log.info("layer %s: %s", layer.name, line)
     return recovery
-
-
-def _forget(inode: Inode) -> None:
-    """A file that was removed; its staging is found to be unused in the end."""
-    inode.content = None
 
 
 def _take_up(layer: Changes, files: Files, contents: ContentReplay, recovery: Recovery) -> None:

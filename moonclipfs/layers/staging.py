@@ -126,6 +126,26 @@ class Generation:
             self._mark(offset, end)
             return True
 
+    def leave_memory(self) -> None:
+        """Go on in a file, wherever the bytes are now. Raises NoSpaceError or BackendError; then they stay there."""
+        with self._lock:
+            if self._memory is not None and not self._deleted:
+                self._spill(self._memory)
+
+    def put_back(self, offset: int, data: Buffer) -> None:
+        """Write what is in the journal (replay): in memory where the rest is, whatever the limit, since there may be
+        a file of this number already, with more in it.
+        """
+        view = memoryview(data).cast("B")
+        if self._memory is None:
+            self.write(offset, view)
+            return
+        with self._lock:
+            growth = max(0, offset + len(view) - len(self._memory))
+            self._staging._count(self, growth, limited=False)
+            self._memory.extend(bytes(growth))
+            self._memory[offset : offset + len(view)] = view
+
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out` from `offset` on; what was never written reads as zeros.
 
@@ -303,6 +323,7 @@ class Staging:
         generation = self._generations.get(number)
         if generation is None:
             generation = Generation(self, number, in_memory=False, exists=True)
+            generation._named = self.made_name()
             self._generations[number] = generation
         elif generation._memory is not None and os.path.exists(self.path(number)):
             # What was small at first went on in a file, beginning with a copy of what it was.
@@ -310,14 +331,15 @@ class Staging:
             self._moved(generation)
             generation.path, generation._exists, generation._memory = self.path(number), True, None
             generation._writes += 1
+            generation._named = self.made_name()
             generation.mark(0, length)
         return generation
 
     def restore(self, number: int, pieces: Iterable[tuple[int, Buffer]]) -> Generation:
         """A generation whose bytes, (offset, data) each, are in the journal; more of them for one that is known."""
-        generation = self._generations.get(number) or self.create(number)
+        generation = self._generations.setdefault(number, Generation(self, number, in_memory=True))
         for offset, data in pieces:
-            generation.write(offset, data)
+            generation.put_back(offset, data)
         return generation
 
     def delete(self, generation: Generation) -> None:
@@ -394,11 +416,11 @@ class Staging:
         with self._lock:
             self._names_synced = max(self._names_synced, made)
 
-    def _count(self, generation: Generation, growth: int) -> bool:
+    def _count(self, generation: Generation, growth: int, *, limited: bool = True) -> bool:
         """Count more bytes of a generation; False, uncounted, when memory must not take so many."""
         with self._lock:
             if generation._memory is not None and generation.path is None:
-                if self._in_memory + growth > limits.INLINE_TOTAL_BYTES:
+                if limited and self._in_memory + growth > limits.INLINE_TOTAL_BYTES:
                     return False
                 self._in_memory += growth
             generation.bytes += growth

@@ -427,3 +427,48 @@ def test_a_change_during_a_sync(
     killed = reopened(None)
     assert killed in left | ({data, in_place} if meanwhile in (_write, _encode) else set())
     assert reopened(b"other".ljust(16)) in left | {killed, data, in_place}
+
+
+@pytest.mark.parametrize("how", ["sync", "flush", "sync_all"])
+def test_a_write_that_is_under_way_during_a_sync_is_journalled(
+    layer: Layer, store: Store, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What was journalled while the bytes went to staging does not have them: a close or sync after it must."""
+    inode = make_file(layer, b"a")
+    file = layer.open_file(inode, write=True)
+    first, second = os.urandom(BIG), os.urandom(BIG)
+    file.write(0, first, 1)
+    real, between = Generation.try_write, {"sync": file.sync, "flush": file.flush, "sync_all": layer.sync_all}[how]
+
+    def try_write(generation: Generation, offset: int, data: bytes) -> bool:
+        written = real(generation, offset, data)
+        between()
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "try_write", try_write)
+        file.write(BIG, second, 2)
+    file.flush()
+    file.close()
+    layer.close()
+    again = Layer.open(store, "test")
+    try:
+        assert read_all(again, again.resolve(b"a")) == first + second
+    finally:
+        again.close()
+
+
+def test_bytes_leave_memory_under_the_lock_only(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether bytes travel in a record of the journal must not change while one is made."""
+    file = layer.open_file(make_file(layer, b"a"), write=True)
+    file.write(0, b"small", 1)
+    real, paths = Generation.try_write, []
+
+    def try_write(generation: Generation, offset: int, data: bytes) -> bool:
+        paths.append(generation.path)
+        return real(generation, offset, data)
+
+    monkeypatch.setattr(Generation, "try_write", try_write)
+    file.write(5, bytes(BIG), 2)
+    file.close()
+    assert paths == [layer.staging.path(1)]

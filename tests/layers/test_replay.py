@@ -424,3 +424,25 @@ def test_a_journal_that_is_written_anew_waits_for_no_large_sync_under_the_lock(
     layer.files.checkpoint()
     assert held and not any(held)
     file.close()
+
+
+def test_a_replay_overwrites_no_staging_file(layer: Layer, crash: Crash, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal may have more bytes of small files than memory takes at a time; a file that outgrew it is safe."""
+    for _ in range(10):
+        write_file(layer, b"x", os.urandom(60000))
+        layer.unlink(layer.root, b"x", 1)
+    kept = os.urandom(60000)
+    write_file(layer, b"kept", kept)
+    small, data = os.urandom(50000), os.urandom(BIG)
+    file = layer.open_file(make_file(layer, b"a"), write=True)
+    file.write(0, small, 1)
+    file.flush()
+    file.write(len(small), data, 1)
+    file.sync()
+    file.close()
+    monkeypatch.setattr(limits, "INLINE_TOTAL_BYTES", 100000)
+    for power in (False, True):
+        with crash(power=power) as found:
+            assert content(found, b"a") == small + data and content(found, b"kept") == kept
+            assert len(staging_names(found)) == 1
+            assert found.staging.in_memory == len(kept)  # the dead ones are not in memory

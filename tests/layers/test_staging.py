@@ -358,6 +358,7 @@ def test_opened_again_after_a_crash(tmp_path: Path) -> None:
     assert staging.used == 5 and read(generation, BIG, 5) == b"first"
     generation.sync()
     assert ops.calls["fdatasync"] == 1, "the process before may not have synced it"
+    assert ops.calls["fsync"] == 1, "nor its name"
     generation.write(BIG + 5, b" again")
     assert read(generation, BIG, 11) == b"first again"
     assert staging.orphans({1}) == [2]
