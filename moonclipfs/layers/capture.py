@@ -92,7 +92,10 @@ class Captures:
         return {number for capture in self._pending.values() for number in capture.generations()}
 
     def records(self) -> Iterator[tuple[Captured, Refs]]:
-        """What a journal that is written anew says of them, after all inodes."""
+        """What a journal that is written anew says of them, after all inodes; what they need is on the disk then.
+        Raises NoSpaceError, BackendError.
+        """
+        self.before_commit()
         for capture in self.pending():
             yield capture.record()
 

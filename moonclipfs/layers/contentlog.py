@@ -339,6 +339,8 @@ class ContentLog:
     def _write(
         self, inode: Inode, pending: Pending, record: Contents, generations: set[Generation], changes: int
     ) -> None:
+        # Attributes may have been set, and a seal journalled, since the record was made: it must not undo that.
+        record = record._replace(mtime_ns=inode.mtime_ns, ctime_ns=inode.ctime_ns, change=inode.changed)
         try:
             self._layer.journal.append(record, contents_refs(record))
         except BaseException:

@@ -68,7 +68,10 @@ class StagedSource:
                 break
             first, last = max(start, offset), min(start + count, end)
             if first < last and kind == PART_RECIPE and self._before is not None:
-                out[first - offset : last - offset] = self._before.read(first, last - first)
+                found = self._before.read(first, last - first)
+                if len(found) != last - first:
+                    raise CorruptError(f"the file before ends at byte {first + len(found)}: {last} are needed")
+                out[first - offset : last - offset] = found
             elif first < last and kind == PART_STAGED:
                 out[first - offset : last - offset] = self._staged(generation, first, last - first)
         return bytes(out)

@@ -16,6 +16,7 @@ from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.records import PART_RECIPE, PART_STAGED
 from moonclipfs.layers.seal import Sealer
+from moonclipfs.layers.staging import Generation
 from moonclipfs.store.check import verify
 from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
@@ -114,6 +115,31 @@ def test_staged_bytes_of_captures_are_synced_before_they_count(layer: Layer, mon
     assert synced == [capture.pinned[0].number]
     layer.journal.commit()
     assert len(synced) == 1
+
+
+def test_a_journal_written_anew_names_no_bytes_that_are_not_on_the_disk(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture that comes right before the new journal, of a file that is cut off then, needs its bytes synced."""
+    inode = put(layer, "run/a/x", os.urandom(100_000))
+    file = layer.open_file(inode, write=True)
+    settle = layer.files.log.settle
+    captures = []
+
+    def late() -> None:
+        settle()
+        if not captures:
+            file.write(0, bytes(100_000), 3)
+            captures.append(take(layer))
+            layer.truncate(inode, 0, 4)
+
+    synced: list[int] = []
+    real = Generation.sync
+    monkeypatch.setattr(layer.files.log, "settle", late)
+    monkeypatch.setattr(Generation, "sync", lambda one: (synced.append(one.number), real(one))[1])
+    layer.files.checkpoint()
+    file.close()
+    assert captures[0].generations() <= set(synced) and captures[0].generations()
 
 
 def test_staging_of_a_capture_goes_when_it_is_published(store: Store, layer: Layer) -> None:

@@ -472,3 +472,30 @@ def test_bytes_leave_memory_under_the_lock_only(layer: Layer, monkeypatch: pytes
     file.write(5, bytes(BIG), 2)
     file.close()
     assert paths == [layer.staging.path(1)]
+
+
+def test_attributes_that_are_set_during_a_sync_stay(
+    layer: Layer, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of contents that a sync began with is written after theirs."""
+    inode = make_file(layer, b"a")
+    file = layer.open_file(inode, write=True)
+    file.write(0, os.urandom(BIG), 2)
+    real = Generation.sync
+
+    def sync(generation: Generation) -> None:
+        real(generation)
+        layer.set_attributes(inode, mtime_ns=77, now_ns=99)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "sync", sync)
+        file.sync()
+    file.close()
+    change = inode.changed
+    layer.close()
+    again = Layer.open(store, "test")
+    try:
+        found = again.resolve(b"a")
+        assert (found.mtime_ns, found.ctime_ns, found.changed) == (77, 99, change)
+    finally:
+        again.close()

@@ -16,6 +16,7 @@ from moonclipfs.errors import CorruptError
 from moonclipfs.layers.captured import CapturedEntry, decode_tree, encode_tree
 from moonclipfs.layers.publishing import publish
 from moonclipfs.layers.records import PART_HOLE, PART_RECIPE, PART_STAGED
+from moonclipfs.layers.stagedsource import StagedSource
 from moonclipfs.store.log import Log
 from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, EntryType, ObjectId, Version
@@ -331,3 +332,20 @@ def flat(tree: dict[bytes, Any], prefix: str = "") -> dict[str, bytes]:
         place = prefix + name.decode()
         found |= flat(value, place + "/") if isinstance(value, dict) else {place: value}
     return found
+
+
+def test_a_file_before_that_is_too_short_is_an_error() -> None:
+    """What is missing there is never made up, nor is what follows moved."""
+
+    class Short:
+        """Reads as a `FileReader` does at its end."""
+
+        size = 5
+
+        def read(self, offset: int, length: int) -> bytes:
+            return b"12345"[offset : offset + length]
+
+    parts = [(0, 4, PART_HOLE, 0), (4, 4, PART_RECIPE, 0), (8, 4, PART_HOLE, 0)]
+    source = StagedSource(12, parts, (), {}, Short())
+    with pytest.raises(CorruptError, match="ends at byte 5: 8 are needed"):
+        source.read(0, 12)
