@@ -124,7 +124,7 @@ def test_a_journal_written_anew_names_no_bytes_that_are_not_on_the_disk(
     inode = put(layer, "run/a/x", os.urandom(100_000))
     file = layer.open_file(inode, write=True)
     settle = layer.files.log.settle
-    captures = []
+    captures: list[Capture] = []
 
     def late() -> None:
         settle()
@@ -136,7 +136,12 @@ def test_a_journal_written_anew_names_no_bytes_that_are_not_on_the_disk(
     synced: list[int] = []
     real = Generation.sync
     monkeypatch.setattr(layer.files.log, "settle", late)
-    monkeypatch.setattr(Generation, "sync", lambda one: (synced.append(one.number), real(one))[1])
+
+    def sync(generation: Generation) -> None:
+        synced.append(generation.number)
+        real(generation)
+
+    monkeypatch.setattr(Generation, "sync", sync)
     layer.files.checkpoint()
     file.close()
     assert captures[0].generations() <= set(synced) and captures[0].generations()
