@@ -308,6 +308,13 @@ class Journal:
                     self._ops.unlink(str(self.directory / segment_name(number)))
             self._make_room(0, 0)
 
+    def lend_reserve(self) -> None:
+        """Give the disk what is preallocated: for `rewrite`, which takes it again. Raises BackendError."""
+        with self._lock, os_errors(f"write the journal {self.directory}"):
+            self._require_usable()
+            self._ops.truncate(self._fd, self._end)
+            self._allocated = self._end
+
     def _switch(self, number: int, whole: bool, payloads: Iterable[bytes]) -> None:
         """Go on in a new segment that begins with `payloads`, durable before it has its name."""
         header = Header(whole, secrets.randbits(32), self._layer_id, self._boot, number)

@@ -190,13 +190,15 @@ class Live:
 
     def _with_room(self, work: Callable[[], T]) -> T:
         """Do something; on a full disk, do it again as long as something can be reclaimed. Raises NoSpaceError."""
+        reclaimed = False
         while True:
             try:
                 return work()
             except NoSpaceError:
-                # What is staged has to be stored beside itself.
-                if not self.make_room(self.layer.staging.used):
+                # What is staged has to be stored beside itself. Room may have come just before, too.
+                if not self.make_room(self.layer.staging.used) and reclaimed:
                     raise
+                reclaimed = True
 
     def _seal_what_is_due(self) -> None:
         self._with_room(lambda: self.sealer.tick(time.monotonic()))

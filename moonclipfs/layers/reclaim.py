@@ -95,7 +95,11 @@ class Reclaimer:
             freed = max(0, self._free() - before)  # by whoever had the lock
             if self._free() >= wanted:
                 return freed
-            self._forget_dropped(self._layer.store.names())
+            try:
+                self._forget_dropped(self._layer.store.names())
+            except NoSpaceError:
+                freed += self._call((), pressed=True)
+                self._forget_dropped(self._layer.store.names())
             for versions in self._steps():
                 freed += self._call(versions, pressed=True)
                 if self._free() >= wanted:
@@ -134,9 +138,9 @@ class Reclaimer:
         try:
             self._layer.files.checkpoint()
         except NoSpaceError:
-            # A short file goes a long way. Reclaiming takes the reserve again.
-            if not reserve.release(self._layer.store.path):
-                raise
+            # It takes little. Reclaiming takes the store's reserve again.
+            reserve.release(self._layer.store.path)
+            self._layer.journal.lend_reserve()
             self._layer.files.checkpoint()
         self._clean = state
 

@@ -167,6 +167,28 @@ def test_a_full_disk_takes_no_data_but_lets_names_go(case: Case, monkeypatch: py
     assert case.read() == [*taken, data]
 
 
+def test_on_a_full_disk_a_journal_is_written_anew_in_the_place_of_its_reserve(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "JOURNAL_RESERVE_BYTES", 1 << 14)
+    monkeypatch.setattr(limits, "JOURNAL_STEP_BYTES", 1 << 12)
+    ops = FullOps(1 << 15)
+    journal, _ = case.open(ops)
+    journal.append(make(5))
+    journal.append(make(6))
+    ops.free = 0
+    with pytest.raises(NoSpaceError):
+        journal.rewrite([(make(6), ())])
+    before = case.segment().stat().st_size
+    journal.lend_reserve()
+    assert case.segment().stat().st_size < before - (1 << 13)
+    ops.free = before - case.segment().stat().st_size
+    journal.rewrite([(make(6), ())])
+    ops.free = 0
+    journal.append(Remove(1, b"n", 0, 7))
+    assert case.read() == [make(6), Remove(1, b"n", 0, 7)]
+
+
 @pytest.mark.parametrize("anew", [False, True])
 def test_the_reserve_is_there_from_the_start(case: Case, monkeypatch: pytest.MonkeyPatch, anew: bool) -> None:
     """After a power failure, and when the journal was written anew, a full disk gives back what the old one had."""
