@@ -262,6 +262,7 @@ class NameSync(Lookup):
 
     def _move_names(self, moving: Moving, finish: Callable[[], Rename]) -> None:
         try:
+            self.journal.commit()  # else a power failure could take the beginning, and leave what the log was told
             self._push_names()
             self.store.log.move(_text(moving.old), _text(moving.new))
         except MoonclipError as error:

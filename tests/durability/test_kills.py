@@ -1,0 +1,124 @@
+"""The server of a mount is killed again and again under load: every promise that was given holds at the next mount."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from moonclipfs.fuse.control import ask
+from moonclipfs.fuse.mount import unmount
+from moonclipfs.layers.unfinished import check_layers
+from moonclipfs.store.check import verify
+from moonclipfs.store.health import State, check_store
+from moonclipfs.store.store import Store
+from tests.durability.load import ROLES
+from tests.durability.promises import Promises
+from tests.fuse.conftest import Mounted, Mounter, eventually, is_running
+from tests.fuse.conftest import fuse as fuse
+from tests.fuse.conftest import mounter as mounter
+
+SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
+CHECKOUT = Path(__file__).parents[2]
+
+
+@contextmanager
+def programs(mounted: Mounted, logs: Path, seed: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """All programs of `load.py` at work; at the end they have found the server gone."""
+    arguments = [sys.executable, "-m", "tests.durability.load"]
+    running = [
+        subprocess.Popen(
+            [*arguments, role, str(mounted.path), str(logs / role), str(seed)], cwd=CHECKOUT, stderr=subprocess.PIPE
+        )
+        for role in ROLES
+    ]
+    try:
+        yield running
+        for role, program in zip(ROLES, running, strict=True):
+            _, errors = program.communicate(timeout=30)
+            # Who touches a map without a server gets SIGBUS.
+            assert program.returncode in (0, -signal.SIGBUS), f"{role}: {errors.decode()}"
+    finally:
+        for program in running:
+            program.kill()
+            program.communicate()
+
+
+class Loop:
+    """A store that is mounted, written to and looked at, over and over."""
+
+    def __init__(self, store: Store, mounter: Mounter, tmp_path: Path, seed: int) -> None:
+        self.store = store
+        self.mounter = mounter
+        self.logs = tmp_path / "logs"
+        self.logs.mkdir()
+        self.rng = random.Random(seed)
+        self.promises = Promises()
+        self.seed = 0
+
+    def mount(self) -> Mounted:
+        return self.mounter(self.store.path, read_only=False, seal_after=0.5)
+
+    def round(self, mounted: Mounted, seconds: float) -> None:
+        """Write until the server is killed."""
+        self.seed += 1_000_000
+        with programs(mounted, self.logs, self.seed) as running:
+            eventually(lambda: sum(log.stat().st_size > 0 for log in self.logs.iterdir()) == len(ROLES) - 1, 60)
+            time.sleep(seconds)
+            assert [one.poll() for one in running] == [None] * len(running), "a program ended before the kill"
+            os.kill(mounted.pid, signal.SIGKILL)
+            eventually(lambda: not is_running(mounted.pid))
+        for log in self.logs.iterdir():
+            self.promises.read(log)
+
+    def look(self, mounted: Mounted, *, thorough: bool) -> None:
+        """Everything that was promised is there, and what is left over is cleared away."""
+        assert self.promises.broken(mounted.path) == []
+        if not thorough:
+            return
+        ask(str(mounted.path), "flush", None)
+        eventually(lambda: ask(str(mounted.path), "status")["captures"] == 0, 30)
+        status = ask(str(mounted.path), "status")
+        assert (status["failed_files"], status["troubles"], status["conflicts"]) == ({}, [], [])
+        assert self.promises.broken_versions(self.store) == []
+        assert self.promises.broken(mounted.path) == []
+        assert verify(self.store).problems == []
+        findings = [*check_store(self.store.path), *check_layers(self.store.path)]
+        assert [str(finding) for finding in findings if finding.state is State.PROBLEM] == []
+        eventually(lambda: not staged_files(self.store.path), 30)
+
+    def end(self, mounted: Mounted) -> None:
+        """After a clean end everything is in the store."""
+        self.look(mounted, thorough=True)
+        unmount(mounted.path)
+        assert not staged_files(self.store.path)
+        text = mounted.log_text()
+        assert "ERROR" not in text and "WARNING" not in text, text
+
+
+def staged_files(store: Path) -> list[Path]:
+    """The staging files of all layers."""
+    return [path for path in store.glob("layers/*/staging/*") if path.is_file()]
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(2, 1), pytest.param(50, 2, marks=SLOW), pytest.param(50, 3, marks=SLOW)])
+def test_every_promise_survives_kills_under_load(
+    store: Store, mounter: Mounter, tmp_path: Path, expect_log: Callable[[str], None], kills: int, seed: int
+) -> None:
+    expect_log("cleared a dead mount")
+    loop = Loop(store, mounter, tmp_path, seed)
+    mounted = loop.mount()
+    for number in range(kills):
+        loop.round(mounted, loop.rng.uniform(0.5, 1.5 if kills < 10 else 4.0))
+        mounted = loop.mount()
+        loop.look(mounted, thorough=number % 5 == 4)
+    loop.end(mounted)
+    assert loop.promises.told > 100 * kills
