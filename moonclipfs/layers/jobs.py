@@ -155,12 +155,22 @@ class Jobs:
                 return
             self._failures[job.number] = message
             if not self.is_wanted(job):
+                inode = self._taken[job.number][0]
                 self._end(job)
+                if inode.content is not None and inode.links and not inode.writers:
+                    self.closed(inode)
 
     def is_wanted(self, job: Job) -> bool:
-        """Whether the file of a job is there still."""
+        """Whether the file of a job is there still, and some of it as it was: not when it was written anew since."""
         with self._layer.lock:
-            return job.number in self._taken and self._busy.get(self._taken[job.number][0]) == job.number
+            inode = self._taken[job.number][0] if job.number in self._taken else None
+            if inode is None or self._busy.get(inode) != job.number:
+                return False
+            content = inode.content
+            if content is None or content.recipe != job.recipe:
+                return False
+            generations = _generations(job.parts)
+            return not generations or not set(generations).isdisjoint(content.generations())
 
     def staged(self) -> dict[str, Any]:
         """What is staged: counts of files waiting, taken and failed, and bytes."""

@@ -300,3 +300,27 @@ def test_what_a_seal_stored_is_not_stored_again(layer: Layer) -> None:
     assert urgent(layer) == [] and is_plain(inode) and read_all(layer, inode) == data
     layer.sync_all()
     assert staging_names(layer) == []
+
+
+def test_a_job_of_a_file_that_was_written_anew_is_not_wanted(layer: Layer) -> None:
+    """It would be encoded for nothing; and where what it came from is reclaimed, it would fail for ever and keep the
+    new content from being encoded.
+    """
+    inode = write_at(layer, b"a", os.urandom(BIG))
+    encode(layer, *urgent(layer))
+    file = layer.open_file(inode, write=True)
+    file.write(5, b"changed", 4)
+    file.close()
+    (job,) = urgent(layer)
+    assert layer.files.jobs.is_wanted(job)
+    overwrite(layer, inode, b"new" * BIG)
+    assert not layer.files.jobs.is_wanted(job) and urgent(layer) == []
+    layer.give_up(job, "an object is missing")
+    assert layer.staged()["failed_files"] == {}
+    (again,) = urgent(layer)
+    assert job_bytes(layer, again) == b"new" * BIG
+    encode(layer, again)
+    overwrite(layer, inode, os.urandom(BIG))
+    (job,) = urgent(layer)
+    overwrite(layer, inode, os.urandom(BIG))
+    assert not layer.files.jobs.is_wanted(job), "it comes from no recipe, and none of its bytes are left"
