@@ -15,6 +15,8 @@ cdef extern from "fuse_init.h" nogil:
     uint64_t fuse_init_granted()
     void fuse_init_request(const char *request, size_t length)
     void fuse_init_reply(const iovec *parts, int count)
+    int FUSE_INIT_REFUSAL_BYTES
+    int fuse_init_refuses(const char *request, size_t length, char *reply)
 
 
 def arm(uint64_t wanted):
@@ -45,3 +47,11 @@ def feed_reply(unsigned char[::1] head, unsigned char[::1] body):
     parts[1].iov_base = &body[0] if body.shape[0] else NULL
     parts[1].iov_len = body.shape[0]
     fuse_init_reply(parts, 2)
+
+
+def refusal(const unsigned char[::1] request):
+    """For tests: the answer to a request that is not passed on, None for one that is."""
+    cdef char reply[16]
+    if request.shape[0] and fuse_init_refuses(<const char *>&request[0], request.shape[0], reply):
+        return reply[:FUSE_INIT_REFUSAL_BYTES]
+    return None

@@ -3,12 +3,15 @@
  *
  * The fuse_session_mount() here stands before libfuse's own: the linker finds it first when this library is loaded
  * for all (RTLD_GLOBAL) before pyfuse3. It calls libfuse's, then reads and writes the messages of the session itself,
- * through fuse_session_custom_io() of libfuse 3.14. Messages pass unchanged, but for flags of the reply to INIT.
+ * through fuse_session_custom_io() of libfuse 3.14. Messages pass unchanged, but for flags of the reply to INIT, and
+ * for the kernel's question after a file's capabilities, which comes before the first write to every file: it is
+ * answered here, as for all attributes of families that no mount has.
  *
  * All of it runs on the one thread that serves the session.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <string.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -17,8 +20,9 @@
 
 /* The layout of messages, fixed by the kernel (linux/fuse.h, which may be too old to have all of it). */
 enum { IN_OPCODE = 4, IN_UNIQUE = 8, IN_BODY = 40 };
-enum { OUT_BYTES = 16, OUT_ERROR = 4, OUT_UNIQUE = 8 };
-enum { INIT = 26 };
+enum { OUT_BYTES = FUSE_INIT_REFUSAL_BYTES, OUT_ERROR = 4, OUT_UNIQUE = 8 };
+enum { GETXATTR = 22, INIT = 26 };
+enum { GETXATTR_IN_NAME = IN_BODY + 8 };
 enum { INIT_IN_FLAGS = IN_BODY + 12, INIT_IN_FLAGS2 = IN_BODY + 16 };
 enum { INIT_OUT_FLAGS = 12, INIT_OUT_FLAGS2 = 32, INIT_OUT_BYTES = 64 };
 #define INIT_EXT (1u << 30) /* flags2 counts */
@@ -89,12 +93,37 @@ void fuse_init_reply(const struct iovec *parts, int count)
     state.unique = 0;
 }
 
+int fuse_init_refuses(const char *request, size_t length, char reply[FUSE_INIT_REFUSAL_BYTES])
+{
+    static const char *const families[] = {"security.", "system."};
+    if (length <= GETXATTR_IN_NAME || get32(request + IN_OPCODE) != GETXATTR)
+        return 0;
+    for (size_t at = 0; at < sizeof families / sizeof *families; at++) {
+        const size_t prefix = strlen(families[at]);
+        if (length - GETXATTR_IN_NAME > prefix && !memcmp(request + GETXATTR_IN_NAME, families[at], prefix)) {
+            put32(reply, OUT_BYTES);
+            put32(reply + OUT_ERROR, (uint32_t)-EOPNOTSUPP);
+            memcpy(reply + OUT_UNIQUE, request + IN_UNIQUE, 8);
+            return 1;
+        }
+    }
+    return 0;
+}
+
 static ssize_t read_request(int fd, void *out, size_t length, void *data)
 {
     (void)data;
+    char refusal[FUSE_INIT_REFUSAL_BYTES];
     const ssize_t count = read(fd, out, length);
-    if (count > 0)
-        fuse_init_request(out, (size_t)count);
+    if (count <= 0)
+        return count;
+    if (fuse_init_refuses(out, (size_t)count, refusal)) {
+        /* Only a request that was taken back meanwhile, or a mount that ended, gets no answer: neither waits. */
+        if (write(fd, refusal, sizeof refusal) >= 0 || errno != ENODEV)
+            errno = EINTR; /* whoever reads asks again when there is more */
+        return -1;
+    }
+    fuse_init_request(out, (size_t)count);
     return count;
 }
 

@@ -18,4 +18,9 @@ uint64_t fuse_init_granted(void);
 void fuse_init_request(const char *request, size_t length);
 void fuse_init_reply(const struct iovec *parts, int count);
 
+/* 1 when a request of any length and content asks for an extended attribute of a family that no mount has; then
+   `reply` is the answer. */
+enum { FUSE_INIT_REFUSAL_BYTES = 16 };
+int fuse_init_refuses(const char *request, size_t length, char reply[FUSE_INIT_REFUSAL_BYTES]);
+
 #endif

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import subprocess
@@ -18,6 +19,7 @@ from moonclipfs.fuse.initflags import (
     HANDLE_KILLPRIV_V2,
     PARALLEL_DIROPS,
 )
+from tests.fuse.conftest import Mounted
 
 extension = pytest.importorskip("moonclipfs._fuseinit")
 
@@ -86,6 +88,44 @@ def test_any_bytes_pass(read: bytes, head: bytes, body: bytes) -> None:
     extension.feed_request(init_request(ALL | EXT, unique=int.from_bytes(head[8:16], "little")))
     extension.feed_request(read)
     extension.feed_reply(bytearray(head), bytearray(body))
+
+
+def getxattr_request(name: bytes, unique: int = 7) -> bytes:
+    return request(22, struct.pack("<II", 24, 0) + name + b"\0", unique)
+
+
+@pytest.mark.parametrize("name", [b"security.capability", b"security.selinux", b"system.posix_acl_access", b"system."])
+def test_attributes_that_no_mount_has_are_refused_at_once(name: bytes) -> None:
+    assert extension.refusal(getxattr_request(name, 99)) == struct.pack("<IiQ", 16, -errno.EOPNOTSUPP, 99)
+
+
+@pytest.mark.parametrize("name", [b"user.security.x", b"trusted.x", b"security", b"system", b"s", b"", b"Security.x"])
+def test_other_attributes_are_asked_for(name: bytes) -> None:
+    assert extension.refusal(getxattr_request(name)) is None
+
+
+@given(st.integers(0, 2**32 - 1).filter(lambda opcode: opcode != 22))
+def test_other_requests_are_not_refused(opcode: int) -> None:
+    assert extension.refusal(request(opcode, bytes(8) + b"security.capability\0")) is None
+
+
+@given(st.binary(max_size=120), st.integers(0, 80))
+def test_any_bytes_may_be_asked_about(data: bytes, length: int) -> None:
+    extension.refusal(data)
+    assert extension.refusal(getxattr_request(b"security.capability")[: min(length, 57)]) is None
+
+
+def test_a_mount_is_not_asked_for_capabilities_before_each_write(live: Mounted) -> None:
+    for number in range(20):
+        (live.path / f"{number}").write_bytes(b"x")
+        with pytest.raises(OSError) as caught:
+            os.getxattr(live.path / f"{number}", "security.capability")
+        assert caught.value.errno == errno.EOPNOTSUPP
+    requests = live.stats()["requests"]
+    assert "getxattr" not in requests
+    assert requests["write"] == 20
+    os.setxattr(live.path / "0", "user.x", b"1")
+    assert os.getxattr(live.path / "0", "user.x") == b"1"
 
 
 @pytest.mark.parametrize("early", [True, False])
