@@ -194,7 +194,7 @@ class FileOperations(Operations):
         """Open a file of the layer with the flags of open(2), for who asks."""
         self.check_handles()
         access = flags & os.O_ACCMODE
-        sequence = self.layer.view.sequence
+        sequence = self.tree.view.sequence  # held, which newer names that the layer shows may not be yet
         with self.holds.pinned(sequence):
             file = await self.change(
                 self.layer.open_file, inode, write=access != os.O_RDONLY, privileged=_is_privileged(ctx)

@@ -139,7 +139,7 @@ class LiveOperations(FileOperations):
         if not is_live(inode):
             return await super().opendir(inode, ctx)
         self.check_handles()
-        sequence = self.layer.view.sequence
+        sequence = self.tree.view.sequence  # held, which newer names that the layer shows may not be yet
         with self.holds.pinned(sequence):
             directory = LiveDirectory(self.inode(inode), sequence)
             await self._ask(self.layer.names_in, directory.inode)
