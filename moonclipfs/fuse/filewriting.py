@@ -249,8 +249,15 @@ class FileOperations(Operations):
         if not is_live_handle(fh):
             raise FUSEError(errno.EROFS)
         write = partial(self.open_files[fh].file.write, off, buf, self.clock.now_ns())
+        try:
+            return await self._write(write, len(buf))
+        except LimitError as error:
+            raise FUSEError(errno.EFBIG) from error  # past the longest file
+
+    async def _write(self, write: Callable[[], int], length: int) -> int:
+        """At once when that is likely to be quick, else on a thread."""
         began = time.monotonic()
-        if len(buf) < limits.WRITE_INLINE_BYTES or began >= self._slow_until:
+        if length < limits.WRITE_INLINE_BYTES or began >= self._slow_until:
             try:
                 return write()
             except (NoSpaceError, StagingFullError) as error:
@@ -259,11 +266,11 @@ class FileOperations(Operations):
                 ended = time.monotonic()
                 if ended - began > limits.SLOW_WRITE_SECONDS:
                     self._slow_until = ended + limits.SLOW_DISK_SECONDS
-        return await self.with_room(write, len(buf), self._writers)
+        return await self.with_room(write, length, self._writers)
 
     async def with_room(self, work: Callable[[], T], length: int, limiter: trio.CapacityLimiter | None = None) -> T:
         """Do something on a thread that needs about `length` bytes of room: wait while too much is staged, reclaim
-        once when the disk is full. Raises NoSpaceError.
+        when the disk is full, as long as there is anything. Raises NoSpaceError.
         """
         seconds, reclaimed = _FIRST_WAIT_SECONDS, False
         staged, since = self.layer.staging.used, time.monotonic()
@@ -284,9 +291,11 @@ class FileOperations(Operations):
                 seconds = min(2 * seconds, _LONGEST_WAIT_SECONDS)
             except NoSpaceError as error:
                 let_go(error)
-                if reclaimed or self.ending:
+                if self.ending:
                     raise
-                await trio.to_thread.run_sync(self.live.make_room, length, limiter=self._writers)
+                freed = await trio.to_thread.run_sync(self.live.make_room, length, limiter=self._writers)
+                if reclaimed and not freed:
+                    raise
                 reclaimed = True
 
     async def change(self, method: Callable[..., T], *args: object, **options: object) -> T:
@@ -336,10 +345,11 @@ class FileOperations(Operations):
             self.clock.saw(attr.st_mtime_ns)
         mode = attr.st_mode & 0o7777 if fields.update_mode else None
         owned = fields.update_uid or fields.update_gid
-        # A request that sets nothing comes from a chown that changes nothing, and before a write of somebody who may
-        # not keep setuid and setgid.
-        if (owned or not _sets_anything(fields)) and not found.is_directory:
-            mode = without_set_ids(found.mode if mode is None else mode)
+        # A request that sets nothing comes from a chown that changes nothing but the time of changes, and before a
+        # write of somebody who may not keep setuid and setgid.
+        if owned or not _sets_anything(fields):
+            mode = found.mode if mode is None else mode
+            mode = mode if found.is_directory else without_set_ids(mode)
         changes = {
             "mode": mode,
             "uid": attr.st_uid if fields.update_uid else None,
@@ -352,7 +362,10 @@ class FileOperations(Operations):
         return self.attributes_of(found, await self._ask(self.layer.stat, found))
 
     async def _truncate(self, inode: Inode, size: int, ctx: RequestContext) -> None:
-        await self.change(self.layer.truncate, inode, size, self.clock.now_ns(), privileged=_is_privileged(ctx))
+        try:
+            await self.change(self.layer.truncate, inode, size, self.clock.now_ns(), privileged=_is_privileged(ctx))
+        except LimitError as error:
+            raise FUSEError(errno.EFBIG) from error
 
 
 def _is_of_layer(request: str, args: Sequence[Any]) -> bool:

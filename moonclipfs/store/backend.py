@@ -19,10 +19,12 @@ from typing import Literal, Protocol
 from moonclipfs.errors import (
     BackendError,
     ExistsError,
+    LimitError,
     MoonclipError,
     NoSpaceError,
     NotFoundError,
     PermissionDeniedError,
+    QuotaError,
     ReadOnlyError,
 )
 from moonclipfs.store import ofd
@@ -215,7 +217,8 @@ _KINDS: dict[int, type[MoonclipError]] = {
     errno.ESTALE: NotFoundError,  # a file held open over NFS that another client deleted
     errno.EEXIST: ExistsError,
     errno.ENOSPC: NoSpaceError,
-    errno.EDQUOT: NoSpaceError,
+    errno.EDQUOT: QuotaError,
+    errno.EFBIG: LimitError,  # of the disk's file system, 16 TiB on ext4
     errno.EACCES: PermissionDeniedError,
     errno.EPERM: PermissionDeniedError,
     errno.EROFS: ReadOnlyError,

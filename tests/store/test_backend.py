@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from moonclipfs.errors import BackendError, ExistsError, NoSpaceError, NotFoundError, PermissionDeniedError
+from moonclipfs.errors import (
+    BackendError,
+    ExistsError,
+    LimitError,
+    MoonclipError,
+    NoSpaceError,
+    NotFoundError,
+    PermissionDeniedError,
+    QuotaError,
+)
 from moonclipfs.store.backend import FileOps, LocalBackend
 from tests.faults import CountingOps, FaultyOps, NoLinkOps, PausingOps, RecordingOps
 
@@ -150,12 +159,21 @@ def test_an_answer_lost_by_nfs_is_no_lost_race(root: Path) -> None:
 
 
 @pytest.mark.parametrize("ops", [FileOps, NoLinkOps])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_any_failing_call_is_a_clean_error_and_leaves_whole_values(root: Path, ops: type[FileOps], code: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.ENOSPC, NoSpaceError),
+        (errno.EDQUOT, QuotaError),
+        (errno.EIO, BackendError),
+        (errno.EFBIG, LimitError),
+    ],
+)
+def test_any_failing_call_is_a_clean_error_and_leaves_whole_values(
+    root: Path, ops: type[FileOps], code: int, kind: type[MoonclipError]
+) -> None:
     class Faulty(FaultyOps, ops):  # type: ignore[misc, valid-type]
         pass
 
-    kind = BackendError if code == errno.EIO else NoSpaceError
     succeeded = 0
     for at in range(40):
         key, faulty = f"log/{at}", Faulty(at, code)
