@@ -6,21 +6,25 @@ While names are moved in the log, what the move touches stays as it is: whoever 
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from moonclipfs.errors import ExistsError, MoonclipError, NotEmptyError
+from moonclipfs.errors import ExistsError, MoonclipError, NotEmptyError, NotFoundError
 from moonclipfs.layers.base import Missing
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.lookup import ABSENT, Lookup
 from moonclipfs.layers.names import Area, View, join
-from moonclipfs.layers.records import Dropped, Kept, Moving, Record, Rename, Unbound
+from moonclipfs.layers.records import Dropped, Kept, Moving, Record, Rename, Unbinding, Unbound
 from moonclipfs.store.log import Names
 from moonclipfs.store.replay import is_at_or_below
 from moonclipfs.store.store import Store
 from moonclipfs.types import Version
+
+log = logging.getLogger(__name__)
 
 
 class NothingToTell(MoonclipError):
@@ -141,6 +145,7 @@ class NameSync(Lookup):
         """After a replay: end what was under way, and let go of what others published anew meanwhile."""
         with self.names_lock:
             self._finish_move()
+            self._place_captured()
             with self.lock:
                 self.state.names_version += 1
                 leaves = self.view.area(Area.LIVE).leaves
@@ -148,7 +153,37 @@ class NameSync(Lookup):
                 paths = {path for inode in roots if (path := self.state.path(inode)) is not None} | leaves.keys()
                 self._drop_clean([(above, name) for above, _, name in (path.rpartition(b"/") for path in paths)])
 
+    def _place_captured(self) -> None:
+        """The version of a capture that is not settled yet may be bound where its directory is no more."""
+        marks = {f"{self.id.hex()}.{number}": directory for number, directory in self.state.captured.items()}
+        seen: set[object] = set()
+        for version in sorted(self.store.names().all_versions() if marks else (), key=lambda one: one.sequence):
+            mark = version.metadata.get("capture")
+            if mark in marks and mark not in seen and not version.removed:
+                self.place_version(version, self.state.own.get(marks[str(mark)]))
+                self.follow()
+            seen.add(mark)
+
     # What is sealed here
+
+    def place_version(self, version: Version, directory: Inode | None) -> None:
+        """Note that the name of a version is to follow its directory, where that was renamed or removed meanwhile:
+        `follow` tells the log.
+        """
+        with self.lock:
+            old, new = os.fsencode(version.path), None if directory is None else self.state.path(directory)
+            if new is None:
+                self.record(Unbinding(old, version.sequence))
+            elif new != old:
+                self.record(Moving(old, new, version.sequence))
+
+    def follow(self) -> None:
+        """Inside `naming`: tell the log what `place_version` noted. What fails is tried again later."""
+        try:
+            self._push_names()
+            self._finish_move()
+        except MoonclipError as error:
+            log.warning("the log could not be told that a sealed directory was renamed or removed: %s", error)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -288,7 +323,10 @@ class NameSync(Lookup):
         moving = self.state.moving
         if moving is None:
             return
-        names = self.store.names()
+        names, inode = self.store.names(), self._own_directory(moving.new)
+        if inode is not None and self._is_ahead(inode, moving) and not self._has_moved(moving, names):
+            self._take_along(moving, inode)
+            names = self.store.names()
 
         def records() -> Iterable[Record]:
             if self._has_moved(moving, names) and (rename := self._rename_of(moving)) is not None:
@@ -297,6 +335,21 @@ class NameSync(Lookup):
                 yield Moving(b"", b"")
 
         self._adopt_names(names, time.time_ns(), records)
+
+    def _is_ahead(self, inode: Inode, moving: Moving) -> bool:
+        """Whether what is at the new place was renamed while it was sealed: no move of names begins so."""
+        captured = inode.number in self.state.captured.values()
+        return not moving.exchange and (inode.sealed == moving.sequence or captured)
+
+    def _take_along(self, moving: Moving, inode: Inode) -> None:
+        """Move the name of a directory that was renamed while it was sealed."""
+        try:
+            self.journal.commit()  # what the log is told is known to the layer after a power failure too
+            self.store.log.move(_text(moving.old), _text(moving.new))
+        except (ExistsError, NotFoundError) as error:
+            log.warning("/%s was renamed while it was sealed; its snapshot stays: %s", _text(moving.old), error)
+            with self.lock:
+                self.record(Kept(inode.number))
 
     def _rename_of(self, moving: Moving) -> Rename | None:
         """The rename that belongs to a move; None when there is nothing to rename any more."""

@@ -201,6 +201,7 @@ class Unbound(NamedTuple):
 class Moving(NamedTuple):
     """The log is about to be told to move names from `old` to `new`; a `Rename` follows, or `Moving` with no names.
 
+    With neither, the directory at `new` was renamed while it was sealed, as version `sequence`: its name goes along.
     `sequence` is the log record that bound one of them. `exchange` says that what is at `new` takes the place of
     `old`; no names are bound there.
     """
@@ -258,7 +259,9 @@ class Kept(NamedTuple):
 
 
 class Unbinding(NamedTuple):
-    """In a journal that is written anew: the log must still be told that the snapshot bound by `sequence` is gone."""
+    """The log must still be told that the snapshot bound by `sequence` is gone: in a journal that is written anew, and
+    when its directory was removed while it was sealed.
+    """
 
     path: bytes
     sequence: int

@@ -194,9 +194,16 @@ class Sealer:
                 try:
                     self._try(unit, now)
                 except MoonclipError as error:
+                    if isinstance(error, NotFoundError) and self._has_changed(unit):
+                        continue  # something was removed or renamed meanwhile: the next look sees it
                     unit.missing = (str(error),)
                     failures.append(error)
         return failures
+
+    def _has_changed(self, unit: _Unit) -> bool:
+        inode = unit.branch.inode
+        with self._layer.lock:
+            return inode.below != unit.below or self._layer.state.path(inode) is None
 
     def missing(self) -> dict[str, list[str]]:
         """What units that are quiet lack, by path."""
@@ -327,32 +334,30 @@ class Sealer:
 
     def _publish(self, capture: Capture) -> Version | None:
         layer = self._layer
-        found: list[Version | None] = []
         with layer.naming():
             with layer.lock:
-                path, request = self._request(capture)
+                request = self._request(capture)
             answer = self._encoder.call("publish", **request)
 
             def settle(names: Names) -> None:
                 self._settle(capture, answer)
-                found.append(_version(names, answer["sequence"]))
+                self._place(capture, _version(names, answer["sequence"]))
 
             layer.adopt_newest(time.time_ns(), settle)
-            self._follow(capture, path, found)
-        return found[-1]
+            layer.follow()
+            return _version(layer.store.log.names, answer["sequence"])
 
     def _path(self, capture: Capture) -> bytes | None:
         """Where the captured directory is now; None when it is gone."""
         directory = self._layer.state.own.get(capture.directory)
         return None if directory is None else self._layer.state.path(directory)
 
-    def _request(self, capture: Capture) -> tuple[bytes, dict[str, Any]]:
+    def _request(self, capture: Capture) -> dict[str, Any]:
         """What `publishing.publish` is to do, and where. Under the lock."""
         path = self._path(capture)
-        place = capture.path if path is None else path
         staged = {generation.number: generation.path for generation in capture.pinned if generation.path is not None}
-        return place, {
-            "path": place,
+        return {
+            "path": capture.path if path is None else path,
             "tree": encode_tree(self._resolved(capture.tree, capture.counter)),
             "staged": staged,
             "metadata": json.dumps({**capture.metadata, "capture": f"{self._layer.id.hex()}.{capture.number}"}),
@@ -394,23 +399,10 @@ class Sealer:
         if directory is not None:
             layer.captures.show_foreign(directory, list(answer["foreign"]))
 
-    def _follow(self, capture: Capture, path: bytes, found: list[Version | None]) -> None:
-        """Where the directory was renamed or removed while it was published, its name goes along."""
-        layer, version = self._layer, found[-1]
-        with layer.lock:
-            now = self._path(capture)
-        if now == path or version is None or version.removed:
-            return
-        try:
-            if now is None:
-                layer.store.log.unbind([version.path])
-            else:
-                layer.store.log.move(os.fsdecode(path), os.fsdecode(now))
-        except MoonclipError as error:
-            what = "removed" if now is None else "renamed"
-            log.warning("/%s was %s while it was sealed; its snapshot keeps that name: %s", version.path, what, error)
-            return
-        layer.adopt_newest(time.time_ns(), lambda names: found.append(_version(names, version.sequence)))
+    def _place(self, capture: Capture, version: Version | None) -> None:
+        """Where the directory was renamed or removed while it was published, its name goes along. Under the lock."""
+        if version is not None and not version.removed:
+            self._layer.place_version(version, self._layer.state.own.get(capture.directory))
 
 
 def _version(names: Names, sequence: int) -> Version | None:
