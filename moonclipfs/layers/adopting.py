@@ -23,6 +23,10 @@ class Adopting(NameSync):
         """Make an inode own, before its contents change. Raises NotFoundError for one that is not there any more."""
         self.run(lambda: self._adopt(inode), wait)
 
+    def adopt_inside(self, inode: Inode) -> None:
+        """As `adopt`, inside a call of `run`: raises Missing, so that what is missing is loaded without the lock."""
+        self._adopt(inode)
+
     def adopt_links(self, directory: Inode) -> None:
         """Make all files own that are hard links in the base of a directory's tree, before the tree is sealed.
 

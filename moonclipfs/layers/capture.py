@@ -141,7 +141,7 @@ class Captures:
         if not directory.is_directory or not path:
             raise UsageError(f"/{os.fsdecode(path)} cannot be a snapshot: only directories below the root can")
         check_path(os.fsdecode(path))
-        layer.adopt(directory)
+        layer.adopt_inside(directory)
         builder = _Builder(layer, self._files)
         builder.settle(directory)
         tree = builder.directory(b"", directory, path)

@@ -138,7 +138,6 @@ class Files:
         records of the journal, changes under the lock only. Raises StagingFullError, NoSpaceError, BackendError.
         """
         self.layer.staging.admit(length)
-        self._own(inode)
         content = content_of(inode)
         self.log.changing(inode)
         generation = content.generation
@@ -179,7 +178,7 @@ class Files:
 
     def _own(self, inode: Inode) -> None:
         if not inode.own and inode.links:
-            self.layer.adopt(inode)
+            self.layer.adopt_inside(inode)
 
     def _resize(self, inode: Inode, size: int) -> None:
         content = content_of(inode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -19,10 +19,12 @@ from moonclipfs.errors import (
 from moonclipfs.layers.files import OpenFile
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.staging import Generation
+from moonclipfs.layers.tree import NotCachedError
 from moonclipfs.store.recipes import Recipe
 from moonclipfs.store.store import Store
-from moonclipfs.types import EntryType, ObjectId
+from moonclipfs.types import Entry, EntryType, ObjectId
 from tests.layers.filekit import encode, make_file, overwrite, read_all, staging_names, write_file
+from tests.layers.publish import File, publish
 
 BIG = 2 * limits.INLINE_BYTES
 
@@ -499,3 +501,36 @@ def test_attributes_that_are_set_during_a_sync_stay(
         assert (found.mtime_ns, found.ctime_ns, found.changed) == (77, 99, change)
     finally:
         again.close()
+
+
+def test_opening_for_writing_waits_for_nothing_that_is_not_in_memory(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes over a file needs of the store is loaded without the lock: who may not wait is told."""
+    publish(store, "a", {"x": File(b"1", link_group=1), "d": {"y": File(b"1", link_group=1)}})
+    layer = Layer.open(store, "test")
+    inode = layer.resolve(b"a/x")
+    held: list[bool] = []
+    real = store.directory
+
+    def directory(object_id: ObjectId) -> Mapping[bytes, Entry]:
+        free = threading.Event()
+
+        def take() -> None:
+            with layer.lock:
+                free.set()
+
+        other = threading.Thread(target=take)
+        other.start()
+        held.append(not free.wait(1))
+        return real(object_id)
+
+    monkeypatch.setattr(store, "directory", directory)
+    with pytest.raises(NotCachedError):
+        layer.open_file(inode, write=True, wait=False)
+    with pytest.raises(NotCachedError):
+        layer.truncate(inode, 0, 1, wait=False)
+    assert held == []
+    layer.open_file(inode, write=True).close()
+    layer.close()
+    assert held and not any(held)
