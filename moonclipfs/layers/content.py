@@ -266,6 +266,8 @@ class Content:
 
     def _prune(self) -> None:
         """Drop generations that the map does not name; where that is the one that takes writes, the next is new."""
+        if not self._generations:
+            return
         named = self._map.values()
         for number in [number for number in self._generations if PART_STAGED + number not in named]:
             generation = self._generations.pop(number)

@@ -340,7 +340,9 @@ class ContentLog:
         self, inode: Inode, pending: Pending, record: Contents, generations: set[Generation], changes: int
     ) -> None:
         # Attributes may have been set, and a seal journalled, since the record was made: it must not undo that.
-        record = record._replace(mtime_ns=inode.mtime_ns, ctime_ns=inode.ctime_ns, change=inode.changed)
+        now = (inode.mtime_ns, inode.ctime_ns, inode.changed)
+        if now != (record.mtime_ns, record.ctime_ns, record.change):
+            record = record._replace(mtime_ns=now[0], ctime_ns=now[1], change=now[2])
         try:
             self._layer.journal.append(record, contents_refs(record))
         except BaseException:
@@ -368,7 +370,7 @@ class ContentLog:
         held, journalled = pending.held, generations | _generations(pending.journalled_state)
         if synced:
             held, journalled = generations | _generations(pending.synced_state), set()
-        gone = before - held - journalled - set(content.generations())
+        gone = before and before - held - journalled - set(content.generations())
         self.disposal.drop_after_commit(gone & pending.held)
         self.disposal.drop(gone - pending.held)
         pending.held, pending.journalled, pending.unsynced = held, journalled, not synced

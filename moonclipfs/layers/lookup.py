@@ -60,11 +60,8 @@ class Lookup(Core):
         """Lookup and stat of several names at once; None for one that is not there. Understands `.` and `..`."""
 
         def find(name: bytes) -> tuple[Inode, Status] | None:
-            try:
-                inode = self._lookup(directory, name)
-            except NotFoundError:
-                return None
-            return inode, self._status(inode)
+            inode = self._look(directory, name)
+            return None if inode is None else (inode, self._status(inode))
 
         return [self.run(partial(find, name), wait) for name in names]
 
@@ -142,6 +139,13 @@ class Lookup(Core):
     # Under the lock
 
     def _lookup(self, directory: Inode, name: bytes) -> Inode:
+        inode = self._look(directory, name)
+        if inode is None:
+            raise NotFoundError(f"no {os.fsdecode(name)!r} in {self._place(directory)}")
+        return inode
+
+    def _look(self, directory: Inode, name: bytes) -> Inode | None:
+        """What a directory has at a name, the dots too; None for nothing."""
         if not directory.is_directory:
             raise NoDirectoryError(f"{directory} is no directory")
         if name == b".":
@@ -150,10 +154,7 @@ class Lookup(Core):
             return next((parent for parent, _ in directory.links), self.root)
         if len(name) > limits.NAME_BYTES:
             raise NameTooLongError(f"a name of {len(name)} bytes: longer than {limits.NAME_BYTES}")
-        inode = self._find(directory, name)
-        if inode is None:
-            raise NotFoundError(f"no {os.fsdecode(name)!r} in {self._place(directory)}")
-        return inode
+        return self._find(directory, name)
 
     def _place(self, inode: Inode) -> str:
         """The path of an inode, for messages."""

@@ -90,7 +90,8 @@ class RangeMap:
         else:
             starts = starts[:low] + new_starts + self._starts[last][high:]
             values = values[:low] + new_values + self._values[last][high:]
-        if first == last and low and len(starts) <= _CHUNK:
+        if first == last and 0 < len(starts) <= _CHUNK:
+            self._firsts[first] = starts[0]
             return
         self._replace(first, last, starts, values)
 
