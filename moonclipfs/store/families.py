@@ -6,6 +6,7 @@ Pure arithmetic over the table of all objects. Memory: some 60 bytes for each ob
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,21 @@ def families(table: PackTable, choice: Choice, live: Flags, needed: Flags) -> li
         depth_of = dict(zip(choice.rows[standing].tolist(), depths[standing].tolist(), strict=True))
         found.append(_family(table, choice.rows[mine], depth_of, bearing))
     return sorted(found, key=lambda family: -family.taken)
+
+
+def affordable(table: PackTable, found: Iterable[Family], room: int) -> list[Family]:
+    """Families of which the copies find room: of a pack that bears any, all or none, or it would have to stay, too."""
+    by_pack: dict[int, list[Family]] = defaultdict(list)
+    for family in found:
+        largest = max(family.bearing, key=lambda row: int(table.stored[row]), default=family.hanging[0])
+        by_pack[int(table.pack[largest])].append(family)
+    chosen: list[Family] = []
+    for group in sorted(by_pack.values(), key=lambda group: sum(family.expected for family in group)):
+        room -= sum(family.expected for family in group)
+        if room < 0:
+            break
+        chosen += group
+    return chosen
 
 
 def _follow(bases: Rows, needed: Flags) -> tuple[Flags, Rows, Rows]:

@@ -34,6 +34,7 @@ from moonclipfs import limits
 from moonclipfs.errors import NoSpaceError, UsageError
 from moonclipfs.store import reserve
 from moonclipfs.store.backend import os_errors
+from moonclipfs.store.families import affordable
 from moonclipfs.store.leases import Lease, LeaseState, live_leases
 from moonclipfs.store.log import Names
 from moonclipfs.store.packs import pack_key
@@ -276,10 +277,12 @@ class _Run:
             return False
         families = self._survey.families(table)
         left = [one for one in families if table.location(one.hanging[0]).object_id not in self._rebased]
+        room = min(self._room(), limits.REPACK_BYTES)
+        left = affordable(table, left, room)
         if not left:
             return False
         try:
-            done = rebase(self._store, table, left, min(self._room(), limits.REPACK_BYTES), self._tell)
+            done = rebase(self._store, table, left, room, self._tell)
         except NoSpaceError as error:
             if not self.reserve_released:
                 raise

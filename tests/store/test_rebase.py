@@ -170,16 +170,20 @@ def test_a_damaged_base_is_left_alone(store: Store) -> None:
 
 
 def test_families_are_done_as_far_as_there_is_room(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that keep a pack, or none: copies that free nothing would fill the disk."""
     kept = {}
-    for number, name in enumerate("abc"):
-        kept[name] = {f"m{seed}": series(3, seed=seed)[number] for seed in range(4)}
-        publish(store, name, kept[name])
-    store.log.forget([("a", 1)])
-    monkeypatch.setattr("moonclipfs.store.gc._Run._room", lambda run: 1000)
-    assert collect(store).rebased_objects == 0
-    monkeypatch.setattr("moonclipfs.store.gc._Run._room", lambda run: 150_000)
-    assert collect(store).rebased_objects == 8, "a family at a time, each in a cycle of its own"
-    del kept["a"]
+    for line in range(2):
+        for number, name in enumerate("abc"):
+            kept[f"{line}/{name}"] = {f"m{seed}": series(3, seed=2 * line + seed)[number] for seed in range(2)}
+            publish(store, f"{line}/{name}", kept[f"{line}/{name}"])
+    store.log.forget([("0/a", 1), ("1/a", 1)])
+    del kept["0/a"], kept["1/a"]
+    before = pack_bytes(store)
+    monkeypatch.setattr("moonclipfs.store.gc._Run._room", lambda run: 100_000)
+    assert collect(store).rebased_objects == 0 and pack_bytes(store) == before
+    monkeypatch.setattr("moonclipfs.store.gc._Run._room", lambda run: 250_000)
+    assert collect(store).rebased_objects == 8, "a pack at a time, each in a cycle of its own"
+    assert pack_bytes(store) < before - 90_000
     assert {name: contents(store, name) for name in kept} == kept
     assert verify(store).problems == []
 
