@@ -12,6 +12,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -115,6 +116,8 @@ static ssize_t read_request(int fd, void *out, size_t length, void *data)
     (void)data;
     char refusal[FUSE_INIT_REFUSAL_BYTES];
     const ssize_t count = read(fd, out, length);
+    if (count < 0 && errno == EAGAIN)
+        errno = EINTR; /* who asked was killed, and took it back: pyfuse3 waits for the next request */
     if (count <= 0)
         return count;
     if (fuse_init_refuses(out, (size_t)count, refusal)) {
@@ -152,6 +155,10 @@ static void take_over(void *library, struct fuse_session *session)
         state.active = custom_io_sized(session, &io, sizeof io, fd) == 0;
     else if (custom_io)
         state.active = custom_io(session, &io, fd) == 0;
+    if (state.active) { /* a read that waits would stop everything else on the thread */
+        const int flags = fcntl(fd, F_GETFL);
+        fcntl(fd, F_SETFL, flags | O_NONBLOCK);
+    }
 }
 
 __attribute__((visibility("default"))) int fuse_session_mount(struct fuse_session *session, const char *mountpoint)

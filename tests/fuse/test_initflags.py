@@ -7,19 +7,22 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonclipfs.fuse.control import ask
 from moonclipfs.fuse.initflags import (
     CACHE_SYMLINKS,
     DIRECT_IO_ALLOW_MMAP,
     HANDLE_KILLPRIV_V2,
     PARALLEL_DIROPS,
 )
-from tests.fuse.conftest import Mounted
+from moonclipfs.store.store import Store
+from tests.fuse.conftest import Mounted, eventually, patched_server
 
 extension = pytest.importorskip("moonclipfs._fuseinit")
 
@@ -149,3 +152,31 @@ def test_it_can_be_switched_off() -> None:
         check=True,
     )
     assert done.stdout.split() == ["False", "0"]
+
+
+SLOW_TO_READ = """
+from moonclipfs.fuse import initflags
+initflags.load()
+import os, time, trio
+real = trio.lowlevel.wait_readable
+async def wait_readable(fd):
+    await real(fd)
+    while isinstance(fd, int) and os.path.exists({slow!r}):
+        time.sleep(0.01)
+trio.lowlevel.wait_readable = wait_readable
+"""
+
+
+def test_a_request_that_is_taken_back_stops_nothing(store: Store, tmp_path: Path, fuse: None) -> None:
+    """Who asks is killed between the moment when the server learns of the request and that when it reads it."""
+    slow, place = tmp_path / "slow", tmp_path / "mnt"
+    with patched_server(store.path, place, SLOW_TO_READ.format(slow=str(slow))):
+        slow.touch()
+        asking = subprocess.Popen([sys.executable, "-c", f"import os; os.statvfs({str(place)!r})"])
+        eventually(lambda: "request_wait" in Path(f"/proc/{asking.pid}/wchan").read_text())
+        time.sleep(0.1)
+        asking.kill()
+        asking.wait()
+        slow.unlink()
+        time.sleep(0.1)
+        assert ask(str(place), "ping")["mountpoint"] == str(place)
