@@ -83,7 +83,8 @@ class Live:
             task.stop()
         problems = []
         # The last commit lets what was stored leave the staging.
-        for work in (self._drain, self.sealer.close, self.layer.push_names, self.layer.sync_all):
+        push, sync = self.layer.push_names, self.layer.sync_all
+        for work in (self._drain, self.sealer.close, push, self.reclaimer.leave, sync):
             try:
                 self._with_room(work)
             except MoonclipError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ from moonclipfs.types import Version
 if TYPE_CHECKING:
     from moonclipfs.layers.encoder import Encoder
     from moonclipfs.layers.layer import Layer
+
+log = logging.getLogger(__name__)
 
 _REST = 20
 """An estimate that took a second is made anew after so many seconds at the earliest, however much changes."""
@@ -109,6 +112,14 @@ class Reclaimer:
             self.reclaimable = max(0, self.reclaimable - freed)
             self._estimated = None
             return freed
+
+    def leave(self) -> None:
+        """Before the layer is closed: let others reclaim what it does not need any more, as far as the disk allows."""
+        with self._lock:
+            try:
+                self._forget_dropped(self._layer.store.names())
+            except NoSpaceError as error:
+                log.info("the journal goes on naming what was dropped: %s", error)
 
     def _steps(self) -> Iterator[list[Version]]:
         """What to forget, step by step: nothing, one version, two, four, ... the first removed first."""

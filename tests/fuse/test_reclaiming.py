@@ -72,6 +72,7 @@ def end(live: Mounted) -> None:
 
 
 def test_what_was_removed_long_ago_goes_by_itself(disk: Path, mounter: Mounter) -> None:
+    """What was removed longer ago than --keep-deleted is reclaimed by the mount itself."""
     live = mounted(disk, mounter, keep_deleted=1.0)
     save(live, "run/a", 1, 16 * MIB)
     save(live, "run/b", 1000, 4 * MIB)
@@ -85,7 +86,7 @@ def test_what_was_removed_long_ago_goes_by_itself(disk: Path, mounter: Mounter) 
 
 
 def test_what_was_removed_stays_while_there_is_room(disk: Path, mounter: Mounter) -> None:
-    """`df` counts it as free all the same."""
+    """What was removed stays in @versions while there is room."""
     live = mounted(disk, mounter)
     save(live, "run/a", 1, 16 * MIB)
     save(live, "run/b", 1000, 4 * MIB)
@@ -97,8 +98,12 @@ def test_what_was_removed_stays_while_there_is_room(disk: Path, mounter: Mounter
     end(live)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_keeps_two_never_meets_a_full_disk(disk: Path, mounter: Mounter) -> None:
-    """400 MiB are saved on a disk of 128 MiB, and of what was removed the last stays as long as it can."""
+    """When the disk is needed, what was removed first goes first, and no writer meets a full disk.
+
+    400 MiB are saved on a disk of 128 MiB.
+    """
     live = mounted(disk, mounter)
     length = 10 * MIB
     for number in range(40):
@@ -115,7 +120,7 @@ def test_a_trainer_that_keeps_two_never_meets_a_full_disk(disk: Path, mounter: M
 
 
 def test_a_disk_that_is_full_of_what_is_kept(disk: Path, mounter: Mounter) -> None:
-    """Nothing that stands at its path is given up: the writer is told, and all works again when there is room."""
+    """What stands at its path is never given up for room: the writer gets ENOSPC."""
     live = mounted(disk, mounter)
     length, number = 10 * MIB, 0
     with pytest.raises((OSError, NoSpaceError)) as told:

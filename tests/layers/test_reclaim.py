@@ -15,6 +15,7 @@ from moonclipfs import limits
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.reclaim import Reclaimer, reclaim
 from moonclipfs.store.check import verify
+from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
 from tests.layers.filekit import encode, read_all, write_file
 from tests.layers.sealkit import carried
@@ -210,6 +211,15 @@ def test_files_that_were_stored_and_removed_are_freed_though_the_journal_named_t
     assert reclaimer.make_room(MIB // 2) > MIB // 2
     assert read_all(case.layer, case.layer.lookup(case.layer.root, b"kept")) == noise(1, MIB)
     assert contents(case.store, "a") == {"f": noise(ord("a"), MIB)}
+
+
+def test_gc_finds_what_a_closed_layer_dropped(case: Case) -> None:
+    write_file(case.layer, b"gone", noise(2, MIB))
+    encode(case.layer, *case.layer.take_jobs(0.0, urgent=True))
+    case.layer.unlink(case.layer.root, b"gone", 5)
+    case.start().leave()
+    case.layer.close()
+    assert collect(case.store).freed_bytes > MIB
 
 
 def test_dead_packs_go_without_anybody_asking(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
