@@ -24,7 +24,7 @@ from moonclipfs.layers.jobs import Job
 from moonclipfs.layers.journal import Journal
 from moonclipfs.layers.records import SetAttributes, Whole
 from moonclipfs.layers.replay import Recovery, replay
-from moonclipfs.layers.staging import Staging
+from moonclipfs.layers.staging import Staging, note_place
 from moonclipfs.layers.wholes import apply_whole
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import LayerLock, make_layer
@@ -57,7 +57,8 @@ class Layer(Changes):
 
         `mountpoint` is for those who find it taken. `staging` is where bytes wait to be encoded, of at most
         `staging_limit`; else a directory of the layer. Raises BusyError when another process has it, UsageError for
-        a bad name, CorruptError, NoSpaceError, PermissionDeniedError, BackendError.
+        a bad name, and when bytes wait at another place, CorruptError, NoSpaceError, PermissionDeniedError,
+        BackendError.
         """
         ops = ops or FileOps()
         directory, layer_id = make_layer(store, name)
@@ -68,6 +69,7 @@ class Layer(Changes):
             layer = cls(store, name, layer_id, directory)
             layer._lock_file = lock
             place = directory / "staging" if staging is None else staging / f"{store.config.store_id}-{name}"
+            note_place(directory, place.absolute())
             layer.staging = Staging(place, staging_limit, ops)
             layer.journal = Journal(
                 directory / "journal", ops, lambda: layer._before_commit(), lock=layer.lock, layer_id=layer_id

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError, StagingFullError
+from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError, StagingFullError, UsageError
 from moonclipfs.layers.ranges import RangeMap
 from moonclipfs.store.backend import FileOps, from_os_error, os_errors
 from moonclipfs.store.cache import BoundedCache
@@ -358,9 +358,7 @@ class Staging:
 
     def orphans(self, known: Set[int]) -> list[int]:
         """Numbers of the files that belong to no generation in `known`."""
-        with os_errors(f"list {self.directory}"):
-            names = [name for name in os.listdir(self.directory) if len(name) == _DIGITS]
-        return sorted(number for name in names if (number := _parse(name)) is not None and number not in known)
+        return sorted(_numbers(self.directory) - known)
 
     def remove(self, number: int) -> None:
         """Delete the file of a number; none is no error."""
@@ -436,6 +434,31 @@ class Staging:
             self.used -= generation.bytes
             self._aside -= generation.bytes if generation._aside else 0
             generation.bytes = 0
+
+
+def note_place(directory: Path, place: Path) -> None:
+    """Note in the directory of a layer that its bytes are staged at `place` from now on. Raises UsageError when some
+    wait at another place: nobody would find them.
+    """
+    default, note = directory / "staging", directory / "staged-in"
+    with os_errors(f"note in {note} where files are staged"):
+        before = Path(os.readlink(note)) if note.is_symlink() else default
+        if before == place:
+            return
+        if before.is_dir() and _numbers(before):
+            option = "without --staging" if before == default else f"with --staging {before.parent}"
+            raise UsageError(f"files of layer {directory.name} wait in {before}: mount it {option}, and unmount it")
+        with suppress(FileNotFoundError):
+            note.unlink()
+        if place != default:
+            note.symlink_to(place)
+
+
+def _numbers(directory: Path) -> set[int]:
+    """Of the generations that have files in a directory."""
+    with os_errors(f"list {directory}"):
+        names = [name for name in os.listdir(directory) if len(name) == _DIGITS]
+    return {number for name in names if (number := _parse(name)) is not None}
 
 
 def _parse(name: str) -> int | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError
+from moonclipfs.errors import CorruptError, UsageError
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.records import Contents
 from moonclipfs.store.store import Store
@@ -446,3 +446,25 @@ def test_a_replay_overwrites_no_staging_file(layer: Layer, crash: Crash, monkeyp
             assert content(found, b"a") == small + data and content(found, b"kept") == kept
             assert len(staging_names(found)) == 1
             assert found.staging.in_memory == len(kept)  # the dead ones are not in memory
+
+
+def test_bytes_that_wait_at_another_place_are_not_forgotten(store: Store, tmp_path: Path) -> None:
+    """A mount without the `--staging` of the one before would not find them, and stage others beside."""
+    for places in ((tmp_path / "fast", None), (None, tmp_path / "fast"), (tmp_path / "fast", tmp_path / "other")):
+        layer = Layer.open(store, "test", staging=places[0])
+        data = os.urandom(2 * limits.INLINE_BYTES)
+        write_file(layer, b"a", data)
+        layer.close()
+        option = "without --staging" if places[0] is None else f"with --staging {places[0]}"
+        with pytest.raises(UsageError, match=f"files of layer test wait in .*: mount it {option}, and unmount it"):
+            Layer.open(store, "test", staging=places[1])
+        layer = Layer.open(store, "test", staging=places[0])
+        inode = layer.resolve(b"a")
+        assert read_all(layer, inode) == data
+        encode(layer, *layer.take_jobs(0.0, urgent=True))
+        layer.unlink(layer.root, b"a", 1)
+        layer.sync_all()
+        layer.close()
+        Layer.open(store, "test", staging=places[1]).close()
+    Layer.open(store, "test").close()
+    assert not (store.path / "layers/test/staged-in").is_symlink()
