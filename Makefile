@@ -5,10 +5,10 @@ PYTEST := $(BIN)/python -m pytest
 FUZZ_ITERATIONS ?= 20000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint floors sanitize check fuzz bench clean
+.PHONY: help setup demo test test-slow test-ecosystem lint floors sanitize check fuzz bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 setup: ## system packages, .venv and the extension; skipped in under a second when done
 	@bash tests/setup.sh
@@ -21,6 +21,10 @@ test: setup ## the whole test suite
 
 test-slow: setup ## the tests that take long
 	$(PYTEST) -m slow
+
+test-ecosystem: setup ## save and load with transformers, peft, accelerate, Lightning, torch.distributed and others
+	$(BIN)/python -m pip install --quiet -e '.[dev,ecosystem]'
+	$(PYTEST) tests/ecosystem
 
 lint: setup ## ruff, formatting and mypy
 	$(BIN)/ruff check .
