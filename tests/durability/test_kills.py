@@ -23,8 +23,6 @@ from moonclipfs.store.store import Store
 from tests.durability.load import ROLES
 from tests.durability.promises import Promises
 from tests.fuse.conftest import Mounted, Mounter, eventually, is_running
-from tests.fuse.conftest import fuse as fuse
-from tests.fuse.conftest import mounter as mounter
 
 SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
 CHECKOUT = Path(__file__).parents[2]
