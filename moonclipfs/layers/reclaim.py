@@ -72,8 +72,10 @@ class Reclaimer:
 
     def tick(self, now: float) -> None:
         """Do what is due, by the monotonic clock: cheap when nothing changed."""
-        if self._free() < self._low_mark() and self._exhausted != self._state():
-            self.make_room(0)
+        # What could not be stored is tried again by itself, but only room helps.
+        wanted = self._layer.staging.used if self._encoder.status()["failures"] else 0
+        if self._free() < max(wanted, self._low_mark()) and self._exhausted != self._state():
+            self.make_room(wanted)
         with self._lock:
             names = self._layer.store.log.names
             if expired := [one for one in _removed(names) if self._is_expired(one)]:

@@ -102,16 +102,18 @@ def _group(table: PackTable, choice: Choice, roots: Rows, labels: NDArray[np.uin
     """The family of each root that any of `hanging` has, else -1: those of the same label that are alike share one."""
     groups = np.full(len(roots), -1, np.int64)
     sketches = table.sketches(choice.rows)
-    with_label: dict[int, list[tuple[bytes, int]]] = defaultdict(list)
+    with_label: dict[int, tuple[bytearray, list[int]]] = defaultdict(lambda: (bytearray(), []))
     firsts, at = np.unique(roots[hanging], return_index=True)
     for root, number in zip(firsts.tolist(), hanging[at].tolist(), strict=True):
         label, sketch = int(labels[number]), sketches[number].tobytes()
-        known = with_label[label] if label else []
-        alike = (
-            group for other, group in known if similarity(sketch, np.frombuffer(other, np.uint8)[None])[0] >= _ALIKE
-        )
-        groups[root] = next(alike, root)
-        known.append((sketch, int(groups[root])))
+        groups[root] = root
+        if label:
+            known, known_groups = with_label[label]
+            alike = similarity(sketch, np.frombuffer(bytes(known), np.uint8).reshape(-1, len(sketch))) >= _ALIKE
+            if alike.any():
+                groups[root] = known_groups[int(alike.argmax())]
+            known += sketch
+            known_groups.append(int(groups[root]))
     return groups
 
 

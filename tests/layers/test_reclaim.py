@@ -30,7 +30,7 @@ class LocalEncoder:
     def __init__(self, layer: Layer, index: Path) -> None:
         self.layer = layer
         self.calls: list[dict[str, Any]] = []
-        self.encoded_bytes = 0
+        self.encoded_bytes = self.failures = 0
         self._index = index
 
     def call(self, op: str, **arguments: Any) -> Any:
@@ -40,7 +40,7 @@ class LocalEncoder:
             return carried(reclaim(store, carried(arguments)))
 
     def status(self) -> dict[str, Any]:
-        return {"encoded_bytes": self.encoded_bytes}
+        return {"encoded_bytes": self.encoded_bytes, "failures": self.failures}
 
     def forgotten(self) -> list[str]:
         """What was forgotten by calls, in order."""
@@ -169,6 +169,18 @@ def test_a_disk_that_is_nearly_full_gets_room_before_anybody_asks(case: Case) ->
     for second in range(300, 310):
         reclaimer.tick(second)
     assert len(case.encoder.calls) == calls, "nothing is left, and that is known"
+
+
+def test_what_could_not_be_stored_gets_as_much_room_as_it_takes(case: Case) -> None:
+    case.fill("abcdef", removed="abcd")
+    reclaimer = case.start()
+    write_file(case.layer, b"large", noise(1, 2 * MIB))
+    case.disk -= case.free() - MIB
+    reclaimer.tick(0.0)
+    assert case.kept() == "abcdef", "there is room enough, for all that is known"
+    case.encoder.failures = 1
+    reclaimer.tick(100.0)
+    assert case.free() > 2 * MIB and case.kept() == "bcdef"
 
 
 def test_the_estimate_is_what_is_freed_and_made_only_when_something_changed(case: Case) -> None:
