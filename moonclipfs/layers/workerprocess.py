@@ -86,7 +86,12 @@ class WorkerProcess:
             with self._lock:
                 self._open.pop(number, None)
             raise
-        return answer.result()
+        try:
+            return answer.result()
+        finally:
+            # Its error holds this frame, and so all that the callers hold: staged files would keep their space until
+            # cycles are looked for, which is seldom.
+            del answer
 
     def tell(self, op: str, **fields: Any) -> None:
         """Send what is not answered; to a dead process it is lost, which `ask` says."""
@@ -121,6 +126,7 @@ class WorkerProcess:
                 answer.set_exception(error_of(message))
             else:
                 answer.set_result(message)
+            del answer  # see `ask`
         self._channel.shut()
         self._end()
 

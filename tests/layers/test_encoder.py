@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -299,6 +302,24 @@ def test_operations_come_back_and_so_do_their_errors(
 ) -> None:
     with pytest.raises(UsageError, match="knows no operation 'nothing'"):
         encoder.call("nothing")
+
+
+def test_an_error_that_was_handled_holds_nothing(encoder: Encoder) -> None:
+    class Held:
+        pass
+
+    def ask() -> weakref.ref[Held]:
+        held = Held()
+        with suppress(UsageError):
+            encoder.call("nonsense")
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        held = ask()
+        wait_for(lambda: held() is None)  # the thread that brought the error may not have let go yet
+    finally:
+        gc.enable()
 
 
 def test_waking_waits_for_nothing(store: Store, layer: StubLayer, encoder: Encoder) -> None:
