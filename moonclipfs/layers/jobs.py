@@ -164,7 +164,7 @@ class Jobs:
         """Whether the file of a job is there still, and some of it as it was: not when it was written anew since."""
         with self._layer.lock:
             inode = self._taken[job.number][0] if job.number in self._taken else None
-            if inode is None or self._busy.get(inode) != job.number:
+            if inode is None or self._busy.get(inode) != job.number or not inode.links:
                 return False
             content = inode.content
             if content is None or content.recipe != job.recipe:

@@ -61,7 +61,7 @@ class State:
         self.names_version = 1
         """Changes whenever the names of the log mean something else, or lower directories do."""
         self.on_gone: Callable[[Inode], None] = lambda inode: None
-        """Called for a file that has no names and no handles any more."""
+        """Called for a file that has no names and no handles any more, and that the kernel has forgotten."""
         self._apply: dict[type[Any], Callable[[Any], object]] = {
             Make: self._make,
             Adopt: self._adopt,
@@ -129,13 +129,15 @@ class State:
         self.changed(directory)
 
     def release(self, inode: Inode) -> None:
-        """Let go of an inode that nobody needs any more; harmless for any other."""
-        if inode.links or inode.handles or inode is self.root:
+        """Let go of an inode that nobody needs any more; harmless for any other.
+
+        While the kernel knows it, an open that it has found before the last name went may still come.
+        """
+        if inode.links or inode.handles or inode.lookups or inode is self.root:
             return
         if inode.is_file:
             self.on_gone(inode)
-        if not inode.lookups:
-            self.own.pop(inode.number, None)
+        self.own.pop(inode.number, None)
 
     def _raise_below(self, inode: Inode) -> None:
         change, todo = self.change, [inode]

@@ -534,3 +534,19 @@ def test_opening_for_writing_waits_for_nothing_that_is_not_in_memory(
     layer.open_file(inode, write=True).close()
     layer.close()
     assert held and not any(held)
+
+
+@pytest.mark.parametrize("size", [100, BIG])
+def test_what_the_kernel_knows_can_be_opened_after_its_last_name_went(layer: Layer, size: int) -> None:
+    """A program that opens a file while another one replaces or removes it has the old bytes, not none."""
+    data = os.urandom(size)
+    inode = write_file(layer, b"a", data)
+    layer.remember(inode)
+    write_file(layer, b"b", b"new")
+    layer.rename(layer.root, b"b", layer.root, b"a", 5)
+    layer.sync_all()
+    assert read_all(layer, inode) == data and layer.stat(inode).size == size
+    assert read_all(layer, inode) == data, "closed, it is known still"
+    layer.forget(inode, 1)
+    layer.sync_all()
+    assert staging_names(layer) == [] and layer.staging.used == len(b"new")
