@@ -9,15 +9,19 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moonclipfs.errors import NoSpaceError
 from moonclipfs.fuse.control import ask
 from moonclipfs.fuse.mount import unmount
 from moonclipfs.store.check import verify
+from moonclipfs.store.forget import forget
+from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
+from tests.formats.samples import entry, safetensors
 from tests.fuse.conftest import Mounted, Mounter, eventually
-from tests.store.kit import noise
+from tests.store.kit import noise, publish
 
 MIB = 1 << 20
 
@@ -117,6 +121,45 @@ def test_a_trainer_that_keeps_two_never_meets_a_full_disk(disk: Path, mounter: M
         assert whole(live, f"run/checkpoint-{number}", number * length, length)
     assert "ERROR" not in live.log_text()
     end(live)
+
+
+@pytest.mark.slow
+def test_a_model_that_drifts_takes_no_more_on_a_full_disk_than_elsewhere(
+    disk: Path, mounter: Mounter, tmp_path: Path
+) -> None:
+    """Its first checkpoint, of which the others are deltas, is not kept for ever, nor are they lost with it."""
+    live = mounted(disk, mounter)
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(2 * MIB).astype(np.float32)
+    kept: dict[str, bytes] = {}
+    for number in range(40):
+        name = f"run/checkpoint-{number}"
+        (live.path / name).mkdir(parents=True)
+        kept[name] = safetensors({"w": entry("F32", [len(values)], 0, values.nbytes)}, values.tobytes())
+        (live.path / name / "model.safetensors").write_bytes(kept[name])
+        ask(str(live.path), "seal", 60.0, path=name)
+        if number >= 3:
+            oldest = next(iter(kept))
+            del kept[oldest]
+            shutil.rmtree(live.path / oldest)
+        values = values * (1 + rng.standard_normal(len(values)).astype(np.float32) * np.float32(1e-5))
+    assert all((live.path / name / "model.safetensors").read_bytes() == data for name, data in kept.items())
+    assert set(kept) < set(versions(live))
+    assert "ERROR" not in live.log_text()
+    end(live)
+    plain = sum(len(data) for data in kept.values())
+    with Store.open(live.store, write=True) as store:
+        forget(store, [one for one in store.names().all_versions() if one.removed])
+        collect(store, pressed=True)
+        assert verify(store).problems == []
+        names = list(kept)
+        stored = sum(path.stat().st_size for path in (live.store / "packs").iterdir())
+    Store.create(tmp_path / "fresh").close()
+    with Store.open(tmp_path / "fresh", write=True) as store:
+        for name in names:
+            publish(store, name, {"model.safetensors": kept[name]})
+    fresh = sum(path.stat().st_size for path in (tmp_path / "fresh/packs").iterdir())
+    assert stored < 1.3 * fresh < 0.9 * plain
 
 
 def test_a_disk_that_is_full_of_what_is_kept(disk: Path, mounter: Mounter) -> None:
