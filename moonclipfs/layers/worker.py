@@ -125,7 +125,9 @@ class Worker:
                 recipe, size = self._encode(self._ingest, job)
                 self._roots.append((Kind.RECIPE, recipe))
                 results.append((job["number"], recipe, size))
-            except MoonclipError as error:
+            except Exception as error:  # whatever it is, the other files are not to wait for this one
+                if not isinstance(error, MoonclipError):
+                    log.exception("%s: not encoded by an unexpected error", os.fsdecode(job["path"]))
                 results.append((job["number"], *error_fields(error).values()))
         return {"results": results}
 

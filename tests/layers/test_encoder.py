@@ -18,7 +18,14 @@ from typing import cast
 import pytest
 
 from moonclipfs import limits
-from moonclipfs.errors import BackendError, BusyError, CorruptError, MoonclipError, NotFoundError, UsageError
+from moonclipfs.errors import (
+    BackendError,
+    BusyError,
+    CorruptError,
+    MoonclipError,
+    NotFoundError,
+    UsageError,
+)
 from moonclipfs.layers import encoder as encoder_module
 from moonclipfs.layers import priority
 from moonclipfs.layers.encoder import Encoder
@@ -193,8 +200,8 @@ def test_a_file_that_is_deleted_while_it_waits_is_not_encoded(
     os.rename(generation.path + ".away", generation.path)
 
 
-def deadly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let the process die at any file that holds the word."""
+def deadly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, act: str = "os.kill(os.getpid(), 9)") -> None:
+    """Let the process die, or do something else, at any file that holds the word."""
     main = tmp_path / "deadly_main.py"
     package = Path(encoder_module.__file__).parents[2]
     main.write_text(
@@ -206,7 +213,7 @@ plain = stagedsource.StagedSource.read
 def read(self, offset, length):
     data = plain(self, offset, length)
     if b"deadly" in data:
-        os.kill(os.getpid(), 9)
+        {act}
     return data
 stagedsource.StagedSource.read = read
 worker_main._find_package = lambda: None
@@ -240,6 +247,25 @@ def test_a_file_that_kills_the_process_is_given_up_and_all_others_are_stored(
     generation.read_into(0, memoryview(kept))
     assert kept == b"deadly" * 1000
     assert encoder.status()["failed"][0]["path"] == "b"
+
+
+def test_a_file_at_which_a_parser_fails_by_an_unexpected_error_fails_alone(
+    layer: StubLayer,
+    encoder: Encoder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    expect_log: Callable[[str], None],
+) -> None:
+    deadly(monkeypatch, tmp_path, "raise ZeroDivisionError('odd')")
+    expect_log("b: not encoded by an unexpected error")
+    expect_log("safe in staging: b: an unexpected error")
+    good = [layer.add(noise(1, 5000), path=b"a")]
+    bad = layer.add(b"deadly" * 1000, path=b"b")
+    good += [layer.add(noise(2, 5000), path=b"c")]
+    with pytest.raises(MoonclipError, match="ZeroDivisionError"):
+        encoder.drain()
+    wait_for(lambda: len(layer.results) == 2)
+    assert {job.number for job in good} == layer.results.keys() and list(layer.messages) == [bad.number]
 
 
 def test_a_file_that_cannot_be_read_fails_alone_and_is_tried_again(
