@@ -157,12 +157,20 @@ class ControlServer:
             if quick is not None:
                 return quick()
             assert slow is not None
-            return await trio.to_thread.run_sync(slow, request, limiter=self._threads, abandon_on_cancel=True)
+            return await trio.to_thread.run_sync(_do, slow, request, limiter=self._threads, abandon_on_cancel=True)
         except MoonclipError as error:
             return _error(error)
         except (KeyError, TypeError, ValueError) as error:
             log.exception("request %s at the control socket", name)
             return _error(UsageError(f"{name}: {error!r}"))
+
+
+def _do(verb: Verb, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    # An error that trio brings from a thread holds its frames until garbage is looked for, and these hold staged files.
+    try:
+        return verb(request)
+    except MoonclipError as error:
+        return _error(error)
 
 
 def _error(error: MoonclipError) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,36 @@ def test_nothing_that_is_said_ends_the_control_socket(tmp_path: Path, expect_log
     assert too_long == failing == {}
     assert ping == {"pid": 1}
     assert not (tmp_path / "sock").exists()
+
+
+def test_an_error_that_was_answered_holds_nothing(tmp_path: Path) -> None:
+    """What a request held that failed, staged files say, is let go of without the help of the garbage collector."""
+
+    class Held:
+        pass
+
+    asked: list[weakref.ref[Held]] = []
+
+    def fail(_: Mapping[str, Any]) -> Mapping[str, Any]:
+        held = Held()
+        asked.append(weakref.ref(held))
+        raise CorruptError(f"{held} is damaged")
+
+    async def task() -> list[Mapping[str, Any]]:
+        with ControlServer(tmp_path / "sock", {}, {"fail": fail}) as control:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(control.serve)
+                answers = await trio.to_thread.run_sync(talk, control.path, b'{"op": "fail"}')
+                nursery.cancel_scope.cancel()
+        return answers
+
+    gc.disable()
+    try:
+        (answer,) = trio.run(task)
+        assert answer["error"] == "CorruptError"
+        eventually(lambda: asked[0]() is None)
+    finally:
+        gc.enable()
 
 
 class Reader(NoReader):
