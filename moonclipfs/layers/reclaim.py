@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_State = tuple[int, int, int]
 _REST = 20
 """An estimate that took a second is made anew after so many seconds at the earliest, however much changes."""
 
@@ -58,9 +59,9 @@ class Reclaimer:
         self._keep_deleted = keep_deleted
         self._began_ns = time.time_ns()
         self._lock = threading.Lock()
-        self._estimated: tuple[int, int] | None = None
+        self._estimated: _State | None = None
         """The state that `reclaimable` tells of."""
-        self._exhausted: tuple[int, int] | None = None
+        self._exhausted: _State | None = None
         """The state in which nothing was left to reclaim."""
         self._clean: tuple[int, int] | None = None
         """Bytes dropped by the layer, and the last removal of a version, when the journal was last written anew."""
@@ -98,7 +99,7 @@ class Reclaimer:
         with self._lock:
             wanted = max(length, self._low_mark())
             freed = max(0, self._free() - before)  # by whoever had the lock
-            if self._free() >= wanted:
+            if self._free() >= wanted or self._exhausted == self._state():
                 return freed
             try:
                 self._forget_dropped(self._layer.store.names())
@@ -168,9 +169,10 @@ class Reclaimer:
         removed_ns = version.removed_ns or self._began_ns
         return time.time_ns() - removed_ns > self._keep_deleted * 1e9
 
-    def _state(self) -> tuple[int, int]:
-        """What changes when there may be more to reclaim: names, and objects."""
-        return self._layer.store.log.names.sequence, int(self._encoder.status()["encoded_bytes"])
+    def _state(self) -> _State:
+        """What changes when there may be more to reclaim: names, and objects that come or go."""
+        dropped, encoded = self._layer.files.jobs.dropped, int(self._encoder.status()["encoded_bytes"])
+        return self._layer.store.log.names.sequence, dropped, encoded
 
     def _free(self) -> int:
         disk = os.statvfs(self._layer.store.path)

@@ -81,10 +81,17 @@ def test_what_was_removed_long_ago_goes_by_itself(disk: Path, mounter: Mounter) 
     save(live, "run/a", 1, 16 * MIB)
     save(live, "run/b", 1000, 4 * MIB)
     eventually(lambda: free(disk) < 90 * MIB)
-    before = free(disk)
-    shutil.rmtree(live.path / "run/a")
-    eventually(lambda: versions(live) == ["run/b"], 40)
-    eventually(lambda: free(disk) > before + 15 * MIB, 40)
+    before, version = free(disk), live.path / "@versions/run/b/1/model.pt"
+    eventually(version.exists)
+    # What is open all the time keeps nothing but itself.
+    with (
+        (live.path / "run/b/model.pt").open("rb") as file,
+        version.open("rb") as old,
+    ):
+        shutil.rmtree(live.path / "run/a")
+        eventually(lambda: versions(live) == ["run/b"], 40)
+        eventually(lambda: free(disk) > before + 15 * MIB, 40)
+        assert file.read() == old.read()
     assert whole(live, "run/b", 1000, 4 * MIB)
     end(live)
 
