@@ -7,6 +7,7 @@ moves between them and the layer.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,8 @@ from moonclipfs.layers.live import Live
 from moonclipfs.layers.lookup import Status
 from moonclipfs.layers.tree import XATTR_PREFIX, Tree
 from moonclipfs.types import EntryType
+
+log = logging.getLogger(__name__)
 
 _TYPES = {stat.S_IFREG: EntryType.FILE, stat.S_IFIFO: EntryType.FIFO, stat.S_IFSOCK: EntryType.SOCKET}
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -78,7 +81,10 @@ class LiveOperations(FileOperations):
         await super().forget([(number, count) for number, count in inode_list if not is_live(number)])
         for number, count in inode_list:
             if is_live(number) and number != ROOT_NUMBER:
-                self.unmention(number, count)
+                try:
+                    self.unmention(number, count)
+                except Exception:
+                    log.exception("forget of %d: unexpected error", number)
 
     def unmention(self, number: int, count: int = 1) -> None:
         """The kernel knows an inode by so many names less."""
@@ -158,18 +164,17 @@ class LiveOperations(FileOperations):
             handle.names = await self._listing(handle.inode)
         while batch := handle.names[at : at + limits.LISTING_BATCH]:
             try:
-                children = await self._children(handle.inode, batch)
+                for name, attributes in zip(batch, await self._children(handle.inode, batch), strict=True):
+                    at += 1
+                    if attributes is None:
+                        continue
+                    if not self._reply(token, name, attributes(), at):
+                        return
+                    added += 1
             except Exception:
                 if not added:
                     raise
                 return  # the kernel gets what there is, counts it, and asks again from there: then it is told
-            for name, attributes in zip(batch, children, strict=True):
-                at += 1
-                if attributes is None:
-                    continue
-                if not self._reply(token, name, attributes(), at):
-                    return
-                added += 1
 
     async def _listing(self, inode: Inode) -> list[bytes]:
         names = DOTS + await self._ask(self.layer.names_in, inode)
@@ -234,7 +239,11 @@ class LiveOperations(FileOperations):
                 raise
             inode, new = await self._ask(self.layer.lookup, self.inode(parent_inode), name), False
         info = await self.open_inode(inode, flags, ctx, new=new)
-        return info, await self._mention_new(inode)
+        try:
+            return info, await self._mention_new(inode)
+        except BaseException:
+            await self.release(info.fh)  # the kernel will not, since it learns of no handle
+            raise
 
     @answers
     async def mknod(

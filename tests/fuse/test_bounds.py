@@ -73,6 +73,50 @@ def test_the_kernel_is_asked_to_forget(store: Store, tmp_path: Path, fuse: None)
         stat_all(mounted, 100)
 
 
+def test_names_of_a_listing_that_failed_are_not_kept(store: Store, tmp_path: Path, fuse: None) -> None:
+    """A listing that passes the bound tells the kernel what there was room for; all of that is forgotten again."""
+    publish(store, "many", many_files(1000))
+    patch = "from moonclipfs import limits\nlimits.NODES = 400"
+    with patched_server(store.path, tmp_path / "mnt", patch, read_only=False) as mounted:
+        with pytest.raises(OSError, match="too large"):
+            stat_all(mounted, 1000)
+
+        def known() -> int:
+            drop_names()
+            return int(mounted.stats()["known"])
+
+        eventually(lambda: known() == 1, 20)
+
+
+def test_a_file_that_could_not_be_told_to_the_kernel_is_not_open(store: Store, tmp_path: Path, fuse: None) -> None:
+    patch = """
+from moonclipfs.errors import LimitError
+from moonclipfs.fuse.writing import LiveOperations
+async def full(self, inode):
+    raise LimitError("full")
+LiveOperations._mention_new = full
+"""
+    with patched_server(store.path, tmp_path / "mnt", patch, read_only=False) as mounted:
+        with pytest.raises(OSError, match="too large"):
+            (mounted.path / "f").touch()
+        assert mounted.stats()["open_files"] == 0
+
+
+def test_an_error_in_a_forget_does_not_end_the_mount(store: Store, tmp_path: Path, fuse: None) -> None:
+    patch = """
+from moonclipfs.layers.layer import Layer
+def forget(self, inode, count):
+    raise RuntimeError("no")
+Layer.forget = forget
+"""
+    publish(store, "many", many_files(10))
+    with patched_server(store.path, tmp_path / "mnt", patch, read_only=False) as mounted:
+        stat_all(mounted, 10)
+        drop_names()
+        eventually(lambda: mounted.stats()["requests"].get("forget", 0) > 0)
+        stat_all(mounted, 10)
+
+
 def test_memory_stays_bounded_while_a_large_file_is_read(store: Store, mounter: Mounter) -> None:
     """Reading costs the block cache and little more, whatever is read."""
     part = os.urandom(MIB)
