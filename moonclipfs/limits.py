@@ -58,6 +58,8 @@ LOG_CHECKPOINT_EVERY = 64
 COMMIT_ATTEMPTS = 1000
 RESERVE_BYTES = 16 * MIB
 """Preallocated, given back while forget and gc run on a full disk."""
+RESERVE_LOAN_BYTES = 1 * MIB
+"""How much of it a mount on a full disk may use, for its lease and its layer."""
 REPACK_DEAD_SHARE = 0.30
 REPACK_PRESSED_SHARE = 0.10
 """The same when the disk is needed."""
@@ -156,6 +158,8 @@ INLINE_TOTAL_BYTES = 256 * MIB
 """Contents staged in memory at one time; what comes past it is staged in files."""
 STAGING_BYTES = 16 * GIB
 """Staged and not yet encoded, unless `--staging-limit` says otherwise."""
+LONG_CLOSE_BYTES = 64 * MIB
+"""A deleted staging file from so many bytes on is closed later, by a thread that may wait: the kernel needs long."""
 STAGING_FILES = 256
 """Staging files that are open at one time."""
 JOURNAL_SEGMENT_BYTES = 64 * MIB

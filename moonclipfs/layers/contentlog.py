@@ -279,6 +279,7 @@ class ContentLog:
             except MoonclipError as error:
                 failure = failure or error
         self.commit()
+        self._layer.staging.close_deleted()
         if failure is not None:
             raise failure
 

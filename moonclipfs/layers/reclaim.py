@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moonclipfs import limits
@@ -96,10 +96,14 @@ class Reclaimer:
         full.
         """
         before = self._free()
+        self._layer.staging.close_deleted()
         with self._lock:
             wanted = max(length, self._low_mark())
-            freed = max(0, self._free() - before)  # by whoever had the lock
-            if self._free() >= wanted or self._exhausted == self._state():
+            freed = max(0, self._free() - before)  # by that, or by whoever had the lock
+            if self._free() >= wanted:
+                return freed
+            self._with_reserve(self._layer.push_names)  # what was removed just now can go, too
+            if self._exhausted == self._state():
                 return freed
             try:
                 self._forget_dropped(self._layer.store.names())
@@ -149,14 +153,19 @@ class Reclaimer:
         before = self._clean
         if before is not None and state[0] - before[0] < least and state[1] == before[1]:
             return
+        self._with_reserve(self._layer.files.checkpoint)
+        self._clean = state
+
+    def _with_reserve(self, work: Callable[[], object]) -> None:
+        """Do something that takes little space, on a full disk that of the reserves: `gc` and the journal itself take
+        them again.
+        """
         try:
-            self._layer.files.checkpoint()
+            work()
         except NoSpaceError:
-            # It takes little. Reclaiming takes the store's reserve again.
             reserve.release(self._layer.store.path)
             self._layer.journal.lend_reserve()
-            self._layer.files.checkpoint()
-        self._clean = state
+            work()
 
     def _call(self, versions: Iterable[Version], *, pressed: bool = False) -> int:
         answer = self._encoder.call("reclaim", forget=_keys(versions), pressed=pressed)

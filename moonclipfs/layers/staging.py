@@ -301,6 +301,7 @@ class Staging:
         self._in_memory = 0
         self._lock = threading.Lock()
         self._generations: dict[int, Generation] = {}
+        self._closing: list[_OpenFile] = []
         self._names_made = 0
         self._names_synced = 0
         with os_errors(f"make {directory}"):
@@ -350,11 +351,17 @@ class Staging:
             if generation._exists:
                 with suppress(CorruptError):  # its file is gone already
                     generation._kept = generation._file()
+                    if generation.bytes >= limits.LONG_CLOSE_BYTES:
+                        self._closing.append(generation._kept)
                 self.remove(generation.number)
             generation._deleted = True
             self.opened.drop(generation.number)
             self._moved(generation)
             self._generations.pop(generation.number, None)
+
+    def close_deleted(self) -> None:
+        """Let go of large files that were deleted, which frees their space and takes long; not under the lock."""
+        self._closing = []
 
     def orphans(self, known: Set[int]) -> list[int]:
         """Numbers of the files that belong to no generation in `known`."""

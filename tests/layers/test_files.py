@@ -550,3 +550,21 @@ def test_what_the_kernel_knows_can_be_opened_after_its_last_name_went(layer: Lay
     layer.forget(inode, 1)
     layer.sync_all()
     assert staging_names(layer) == [] and layer.staging.used == len(b"new")
+
+
+def test_large_deleted_files_are_closed_by_who_may_wait(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To free gigabytes takes the kernel long: not in the middle of an unlink, under the lock."""
+    monkeypatch.setattr(limits, "LONG_CLOSE_BYTES", BIG)
+
+    def open_files() -> int:
+        links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return sum(os.readlink(link).startswith(str(layer.staging.directory)) for link in links if os.path.islink(link))
+
+    write_file(layer, b"large", bytes(BIG))
+    write_file(layer, b"small", bytes(BIG - 1))
+    assert open_files() == 2
+    for name in (b"large", b"small"):
+        layer.unlink(layer.root, name, 5)
+    assert open_files() == 1 and layer.staging.used == 0 and staging_names(layer) == []
+    layer.sync_all()
+    assert open_files() == 0
