@@ -544,3 +544,26 @@ def test_shown_virtual_names_stand_beside_live_ones(store: Store, mounter: Mount
         found = {entry.name: entry.is_dir() for entry in entries}
     assert found == {"run": True, "new": False, "@latest": True, "@versions": True}
     assert os.listdir(mounted.path / "@versions/run/a") == ["1"]
+
+
+def test_who_opens_a_file_that_is_replaced_meanwhile_has_old_or_new_bytes(live: Mounted) -> None:
+    """The kernel may have found a file before it was replaced, and ask to open it after."""
+    path, stop = live.path / "latest", threading.Event()
+    path.write_bytes(bytes(1000))
+    lengths: set[int] = set()
+
+    def read() -> None:
+        while not stop.is_set():
+            lengths.add(len(path.read_bytes()))
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        (live.path / "new").write_bytes(bytes(1000))
+        os.replace(live.path / "new", path)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert lengths == {1000}
