@@ -345,11 +345,12 @@ class FileOperations(Operations):
             self.clock.saw(attr.st_mtime_ns)
         mode = attr.st_mode & 0o7777 if fields.update_mode else None
         owned = fields.update_uid or fields.update_gid
+        before = found.mode if mode is None else mode
+        after = before if found.is_directory else without_set_ids(before)
         # A request that sets nothing comes from a chown that changes nothing but the time of changes, and before a
-        # write of somebody who may not keep setuid and setgid.
-        if owned or not _sets_anything(fields):
-            mode = found.mode if mode is None else mode
-            mode = mode if found.is_directory else without_set_ids(mode)
+        # write of somebody who may not keep setuid and setgid. Who does not own the file takes them off by the write.
+        if owned or (not _sets_anything(fields) and (after == before or int(ctx.uid) in (0, found.uid))):
+            mode = after
         changes = {
             "mode": mode,
             "uid": attr.st_uid if fields.update_uid else None,

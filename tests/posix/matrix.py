@@ -38,6 +38,7 @@ FILES = {  # name: mode, uid, gid
     "noexec/file": (0o666, 0, 0),
     "setgid/file": (0o666, 0, STAFF),
 }
+SET_IDS = [name for name, (mode, _, _) in FILES.items() if mode & 0o6000]
 DIRECTORIES = {
     "empty": (0o777, 0, 0),
     "full": (0o777, 0, 0),
