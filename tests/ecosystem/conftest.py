@@ -88,10 +88,11 @@ class Workspace:
         """Unmount, as a user would, and mount again: everything is read from the store then."""
         gc.collect()  # what is mapped holds the mount
         unmount(self.path)
-        self._no_trouble()
+        self.no_trouble()
         self.mounted = self._mount()
 
-    def _no_trouble(self) -> None:
+    def no_trouble(self) -> None:
+        """The server has logged nothing to worry about."""
         text = self.mounted.log_text()
         assert "WARNING" not in text and "ERROR" not in text, text
 
@@ -174,7 +175,7 @@ def workspace(
         made.flush()
         request.config.stash[ROWS].append(Row(request.node.name, made.saved_bytes(), made.stored_bytes()))
         unmount(made.path)
-        made._no_trouble()
+        made.no_trouble()
 
 
 PASSED = pytest.StashKey[bool]()

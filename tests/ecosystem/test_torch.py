@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from moonclipfs.cli.main import main
 from tests.ecosystem.conftest import Workspace
 from tests.ecosystem.models import same
 
@@ -104,3 +106,45 @@ def test_one_directory_of_many_files_is_one_snapshot(workspace: Workspace) -> No
 
     workspace.everywhere(check)
     assert workspace.stored_bytes() < workspace.saved_bytes() / 2
+
+
+def test_R059_the_same_weights_under_another_file_name(workspace: Workspace) -> None:
+    """torch writes the name of the file into every record of it, and an identifier of its own."""
+    for name in ("first", "checkpoint-200"):
+        (workspace.path / "run" / name).mkdir(parents=True)
+        torch.save(state(1), workspace.path / f"run/{name}/{name}.pt")
+        workspace.await_version(f"run/{name}", 1)
+        if name == "first":
+            workspace.flush()
+            before = workspace.stored_bytes()
+    first, second = (workspace.path / f"run/{name}/{name}.pt" for name in ("first", "checkpoint-200"))
+    assert first.read_bytes() != second.read_bytes()
+    workspace.everywhere(lambda: check_loaded(workspace, "run/checkpoint-200/checkpoint-200.pt", 1))
+    assert workspace.stored_bytes() - before < 64 << 10
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_R067_no_pickle_is_run(workspace: Workspace, tmp_path: Path) -> None:
+    """Not by the mount, nor by the commands that look into checkpoints."""
+    sprung = tmp_path / "sprung"
+    for step in (1, 2):
+        (workspace.path / f"run/step-{step}").mkdir(parents=True)
+        torch.save({**state(step), "trap": Trap(sprung)}, workspace.path / f"run/step-{step}/model.pt")
+    workspace.await_snapshots("run/step-1", "run/step-2")
+    workspace.everywhere(lambda: None)
+    store = str(workspace.store.path)
+    first, second = f"{store}:run/step-1", f"{store}:run/step-2"
+    assert main(["show", first]) == main(["verify", "--contents", store]) == main(["gc", store]) == 0
+    assert main(["diff", first, second]) == 1
+    assert not sprung.exists()
+    torch.load(workspace.path / "run/step-1/model.pt", weights_only=False)
+    assert sprung.exists()
