@@ -150,6 +150,18 @@ def test_room_is_made_of_what_was_removed_first_and_no_more_than_is_needed(case:
         assert contents(case.store, name) == {"f": noise(ord(name), MIB)}
 
 
+def test_what_was_removed_just_now_makes_room_at_once(case: Case) -> None:
+    """Before the log was told, and after all else was reclaimed in vain."""
+    case.fill("ab")
+    reclaimer = case.start()
+    case.disk -= case.free()
+    assert reclaimer.make_room(MIB) == 0
+    case.layer.unlink(case.layer.resolve(b"a"), b"f", 5)
+    case.layer.rmdir(case.layer.root, b"a", 6)
+    assert reclaimer.make_room(MIB) > MIB
+    assert case.kept() == "b"
+
+
 def test_where_another_disk_is_full_nothing_is_forgotten(case: Case) -> None:
     case.fill("ab", removed="a")
     assert case.start().make_room(MIB) == 0
