@@ -124,6 +124,12 @@ class ContentReplay:
         if record.generation:
             self.sizes[record.recipe] = record.size
 
+    def forget(self) -> None:
+        """The replay is over: what is kept of a staging file here would keep its space when it is deleted."""
+        self.unsynced.clear()
+        self.generations.clear()
+        self.sizes.clear()
+
     def _free(self, generations: Iterable[Generation]) -> None:
         """No state of a file that counts needs these: those in memory go at once, else all that the journal ever had
         would be there in the end.

@@ -61,6 +61,7 @@ def replay(layer: Changes, files: Files, captured: Callable[[], set[int]] = set)
         state.on_gone = files.gone
         _take_up(layer, files, contents, recovery)
         _find_orphans(layer, files, contents, captured(), recovery)
+    contents.forget()
     dropped = layer.journal.recovered
     recovery.lost_records, recovery.lost_contents = dropped.records, dropped.contents
     if line := str(recovery):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import threading
@@ -278,6 +279,19 @@ def test_orphans_are_cleared_away(layer: Layer, crash: Crash) -> None:
         names = staging_names(found)
         assert len(names) == 2 and f"{999:016x}" not in names
         assert int(names[-1], 16) > 999
+
+
+def test_what_is_removed_after_a_replay_gives_its_space_back(layer: Layer, crash: Crash) -> None:
+    """A file that is deleted and open still takes room."""
+    write_file(layer, b"removed", os.urandom(BIG))
+    write_file(layer, b"stored", os.urandom(BIG))
+    with crash() as found:
+        encode(found, *found.take_jobs(0.0, urgent=True, inodes=[found.resolve(b"stored")]))
+        found.unlink(found.root, b"removed", 5)
+        found.sync_all()
+        gc.collect()
+        held = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+        assert not [path for path in held if path.startswith(str(found.staging.directory)) and "deleted" in path]
 
 
 def test_an_open_file_that_was_removed_is_gone(layer: Layer, crash: Crash) -> None:
