@@ -104,10 +104,11 @@ class Encoder:
             self._waited += 1
             self._urgent += urgent
             try:
+                self._hurry()
+                self._changed.wait_for(lambda: self._stopping.is_set() or not self._is_failing(), timeout)
                 self._take(urgent=True, inodes=inodes)
                 tasks = [one for one in self._all() if numbers is None or one.job.inode in numbers]
-                self._retry([one for one in tasks if one.error is not None])
-                self._hurry()
+                self._retry([one for one in tasks if one in self._failed])
                 self._changed.notify_all()
                 ended = self._changed.wait_for(
                     lambda: self._stopping.is_set() or all(one.done or one.error for one in tasks), timeout
@@ -155,6 +156,10 @@ class Encoder:
         yield from self._working
         yield from self._waiting
         yield from self._failed
+
+    def _is_failing(self) -> bool:
+        """Whether the thread has files that have failed: it lets go of them when its step ends."""
+        return any(one.error is not None for one in (*self._working, *self._batch.tasks))
 
     def _is_urgent(self) -> bool:
         return self._urgent > 0 or self._has_pressure()

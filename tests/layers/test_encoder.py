@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -23,6 +23,7 @@ from moonclipfs.errors import (
     BusyError,
     CorruptError,
     MoonclipError,
+    NoSpaceError,
     NotFoundError,
     UsageError,
 )
@@ -30,6 +31,8 @@ from moonclipfs.layers import encoder as encoder_module
 from moonclipfs.layers import priority
 from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.tasks import Task
+from moonclipfs.layers.workerprocess import WorkerProcess
 from moonclipfs.store.gc import collect
 from moonclipfs.store.leases import live_leases
 from moonclipfs.store.store import Store
@@ -285,6 +288,32 @@ def test_a_file_that_cannot_be_read_fails_alone_and_is_tried_again(
     encoder.drain()
     assert read(store, *layer.results[bad.number]) == noise(2, 100_000)
     assert encoder.status()["failures"] == 0
+
+
+def test_who_waits_while_a_file_fails_gets_it_tried_again(
+    store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of its chunk are being encoded meanwhile: it is with them, and among what has failed."""
+    expect_log("safe in staging: bad: ")
+    message, ask, go, failures = Task.message, WorkerProcess.ask, threading.Event(), [NoSpaceError("full")]
+
+    def messages(task: Task) -> dict[str, Any]:
+        if task.name == "bad" and failures:
+            raise failures.pop()
+        return message(task)
+
+    def asks(process: WorkerProcess, op: str, **fields: Any) -> dict[str, Any]:
+        go.wait()
+        return ask(process, op, **fields)
+
+    monkeypatch.setattr(Task, "message", messages)
+    monkeypatch.setattr(WorkerProcess, "ask", asks)
+    good, bad = layer.add(noise(1)), layer.add(noise(2), path=b"bad")
+    wait_for(lambda: encoder.status()["failures"] == 1)
+    threading.Timer(0.3, go.set).start()
+    encoder.drain()
+    assert layer.results.keys() == {good.number, bad.number}
+    assert encoder.status()["failures"] == encoder.status()["waiting"] == 0
 
 
 def test_failures_are_tried_again_without_anybody_asking(
