@@ -154,6 +154,8 @@ def detach(place: str, *, lazy: bool) -> subprocess.CompletedProcess[str]:
 def _check_mount_in_the_way(mount: Mount) -> None:
     """Clear a dead mount of ours. Raises BusyError for a living one of ours, MountError for a foreign dead one."""
     state = _answer_of(mount.mountpoint)
+    if state == errno.ECONNABORTED:  # the server was being killed when it was asked
+        state = _answer_of(mount.mountpoint)
     if state == errno.ENOTCONN:
         if not mount.is_ours:
             raise MountError(f"a dead mount ({mount.type}, {mount.source}) is at {mount.mountpoint}: unmount it first")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -110,6 +111,27 @@ def test_r095_a_killed_server_leaves_a_mount_that_is_cleared(
     assert (again.path / "run1/a/config.json").read_bytes() == b'{"layers": 2}'
     unmount(small.path)
     assert mount_at(str(small.path)) is None
+
+
+def test_r095_a_mount_right_after_a_kill(
+    small: Mounted, mounter: Mounter, expect_log: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks a server that is being killed gets ECONNABORTED: the mount is dead a moment later."""
+    os.kill(small.pid, signal.SIGKILL)
+    eventually(lambda: not is_running(small.pid))
+    answer, asked = os.statvfs, []
+
+    def aborted(place: str) -> os.statvfs_result:
+        asked.append(place)
+        if len(asked) == 1:
+            raise OSError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))
+        return answer(place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", aborted)
+        prepare.check_mountpoint(str(small.store), str(small.path))
+    expect_log("cleared a dead mount of .* at ")
+    assert (mounter(small.store).path / "run1/a/config.json").read_bytes() == b'{"layers": 2}'
 
 
 def test_r095_a_dead_mount_can_be_unmounted(small: Mounted) -> None:
