@@ -27,8 +27,11 @@ class LiveRefresher(Refresher):
         self._tree = operations.tree
         self._affected: list[tuple[Inode, bytes]] = []
         """Names that meant something else for a while, too: the kernel may have looked just then."""
+        self._told = self._tree.view
+        """What the kernel knows of names is as of this view, or newer."""
 
     async def _refresh(self) -> None:
+        await self._tell()  # what is left when that failed
         before = self._tree.view
         view = await trio.to_thread.run_sync(self._look)
         if view is not None:
@@ -36,21 +39,29 @@ class LiveRefresher(Refresher):
             self._operations.handles.move_on(view.sequence, view.keeps)
             self._operations.move_on(view.sequence)
             self._holds.unpin(before.sequence)
-            affected, self._affected = self._affected, []
-            live = await trio.to_thread.run_sync(lambda: list(self._changed(affected, before, view)))
-            beside = await trio.to_thread.run_sync(
-                lambda: list(self._tree.changed(before, (Area.VERSIONS, Area.LATEST)))
-            )
-            find = self._operations.nodes.find
-            known = [(inode, name) for node, name in beside if (inode := find(node)) is not None]
-            await trio.to_thread.run_sync(invalidate, live + known)
+        await self._tell()
         if len(self._operations.known) > limits.NODES // 4:
             oldest = self._operations.oldest(limits.NODES // 16)
             names = [(directory.number, name) for inode in oldest for directory, name in self._links(inode)]
             await trio.to_thread.run_sync(invalidate, names)
 
+    async def _tell(self) -> None:
+        """Make the kernel forget the names that mean something else by now. What fails is left for the next time: the
+        kernel would believe what it knows for long.
+        """
+        before, view, affected = self._told, self._tree.view, [*self._affected]
+        if before is view and not affected:
+            return
+        live = await trio.to_thread.run_sync(lambda: list(self._changed(affected, before, view)))
+        beside = await trio.to_thread.run_sync(lambda: list(self._tree.changed(before, (Area.VERSIONS, Area.LATEST))))
+        find = self._operations.nodes.find
+        known = [(inode, name) for node, name in beside if (inode := find(node)) is not None]
+        await trio.to_thread.run_sync(invalidate, live + known)
+        self._told = view
+        del self._affected[: len(affected)]
+
     def _look(self) -> View | None:
-        """What names mean by now, held, if that is something else than what the kernel was told last.
+        """What names mean by now, held, if that is something else than what the tree shows.
 
         The layer's own moves and removals adopt names too, with whatever else is new.
         """
@@ -58,7 +69,7 @@ class LiveRefresher(Refresher):
         self._keep_lease()
         self._affected += self._layer.refresh(time.time_ns())
         view = self._layer.view
-        if view.sequence == self._tree.view.sequence and not self._affected:
+        if view.sequence == self._tree.view.sequence:
             return None
         self._holds.add(view.sequence)
         return view

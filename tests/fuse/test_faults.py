@@ -39,7 +39,7 @@ from moonclipfs.layers.tree import Tree
 from moonclipfs.store.gc import collect
 from moonclipfs.store.leases import LeaseState, live_leases
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import Mounted, Mounter, eventually
+from tests.fuse.conftest import Mounted, Mounter, eventually, patched_server
 from tests.fuse.test_parts import NoReader, node
 from tests.layers.publish import publish
 from tests.layers.test_holds import FakeLease
@@ -480,3 +480,28 @@ def test_a_mount_without_a_lease_takes_one_when_it_can(store: Store, monkeypatch
         refresher._look()
         states = [lease for lease in live_leases(store.path) if lease.purpose == "mount"]
         assert [(lease.seen, lease.hold) for lease in states] == [(tree.view.sequence, tree.view.sequence)]
+
+
+def test_names_are_told_later_when_that_fails(store: Store, tmp_path: Path, fuse: None) -> None:
+    """What a mount that is written to knows of names is believed for long: no change may be passed over."""
+    failing = tmp_path / "failing"
+    patch = f"""
+from pathlib import Path
+from moonclipfs.errors import BackendError
+from moonclipfs.layers.tree import Tree
+real = Tree.changed
+def changed(self, *arguments):
+    if Path({str(failing)!r}).exists():
+        raise BackendError("the disk is slow today")
+    return real(self, *arguments)
+Tree.changed = changed
+"""
+    failing.touch()
+    with patched_server(store.path, tmp_path / "mnt", patch, read_only=False) as mounted:
+        assert not (mounted.path / "run").exists()
+        publish(store, "run/a", {"x": b"1"})
+        sequence = store.names().sequence
+        eventually(lambda: mounted.stats()["sequence"] == sequence)
+        time.sleep(2 * limits.LEASE_REFRESH_SECONDS)
+        failing.unlink()
+        eventually((mounted.path / "run/a/x").exists)
