@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from moonclipfs.errors import UsageError
 from moonclipfs.layers.watching import Absorbed, Watcher, watch, watch_once
 from moonclipfs.store.log import parse_spec
 from moonclipfs.store.provenance import collect
+
+_LOOK_SECONDS = 0.5
 
 
 @click.command("watch")
@@ -53,7 +56,7 @@ def command(
     Finished is a directory of checkpoint files that nobody writes to, that was quiet for a moment, and in which
     nothing is missing that an index or its siblings name. Each becomes the snapshot NAME/PATH, is read back and
     compared. With --keep-plain, those beside each other are deleted then, but for the newest K. It may be stopped and
-    started at any time; SIGTERM and Ctrl-C end it after the file in work.
+    started at any time, also before there is a DIRECTORY; SIGTERM and Ctrl-C end it after the file in work.
 
     With --once, the exit code is 1 when something is not finished, and was left.
 
@@ -69,6 +72,8 @@ def command(
     if parse_spec(target.spec)[1] is not None:
         raise UsageError(f"{target.spec} is one version: new ones get their numbers by themselves")
     with opened(target, write=True) as opened_store, _stopped_by_signals() as stop:
+        if not once and not _wait_for(directory, stop):
+            return 0
         watcher = Watcher(
             Path(directory),
             opened_store,
@@ -85,6 +90,15 @@ def command(
     for path, what in sorted(unfinished.items()):
         click.echo(f"not finished: {printable(path)}: {printable(', '.join(what))}", err=True)
     return int(bool(unfinished) or watcher.pending)
+
+
+def _wait_for(directory: str, stop: threading.Event) -> bool:
+    """Wait until something is there; whether that was before `stop`."""
+    if not os.path.lexists(directory):
+        click.echo(f"{printable(directory)} does not exist yet: waiting for it", err=True)
+    while not os.path.exists(directory) and not stop.wait(_LOOK_SECONDS):
+        pass
+    return not stop.is_set()
 
 
 def _print(absorbed: Absorbed) -> None:

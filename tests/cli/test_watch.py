@@ -64,16 +64,36 @@ def test_what_is_not_finished_is_told(run: Run, tmp_path: Path, output: Path) ->
     assert names(run, tmp_path / "store") == ["out/step-1"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_it_goes_on_until_a_signal(run: Run, tmp_path: Path, output: Path, number: signal.Signals) -> None:
-    assert run("init", tmp_path / "store").code == 0
-    process = subprocess.Popen(
+def start(tmp_path: Path, output: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [*PROGRAM, "--quiet", "0.2", output, tmp_path / "store"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_it_waits_for_the_directory(run: Run, tmp_path: Path) -> None:
+    """It may be started before the training that makes it."""
+    assert run("init", tmp_path / "store").code == 0
+    for is_made in (False, True):
+        process = start(tmp_path, tmp_path / "out")
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"{tmp_path}/out does not exist yet: waiting for it\n"
+        if is_made:
+            checkpoint(tmp_path / "out" / "step-1", 1)
+            assert process.stdout.readline().split()[-1] == "out/step-1@1"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20) == ("", "")
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_it_goes_on_until_a_signal(run: Run, tmp_path: Path, output: Path, number: signal.Signals) -> None:
+    assert run("init", tmp_path / "store").code == 0
+    process = start(tmp_path, output)
     assert process.stdout is not None
     assert [process.stdout.readline().split()[-1] for _ in range(2)] == ["out/step-1@1", "out/step-2@1"]
     checkpoint(output / "step-3", 3)
@@ -86,7 +106,7 @@ def test_it_goes_on_until_a_signal(run: Run, tmp_path: Path, output: Path, numbe
 
 
 def test_mistakes(run: Run, filled: Path, tmp_path: Path) -> None:
-    assert run("watch", tmp_path / "absent", filled).code == 3
+    assert run("watch", "--once", tmp_path / "absent", filled).code == 3
     assert run("watch", filled / "config.json", filled).code == 3
     assert run("watch", "--once", tmp_path / "src", f"{filled}:a@1").code == 2
     assert run("watch", "--once", tmp_path / "src", f"{filled}:a", "--as", "b").code == 2
