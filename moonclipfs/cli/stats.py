@@ -38,7 +38,7 @@ def command(store: str | None, as_json: bool) -> None:
 def _print(found: StoreStats) -> None:
     click.echo(
         f"{found.files} files of {found.versions} versions: {human(found.logical)} in {found.packs} packs of "
-        f"{human(found.pack_bytes)} ({ratio(found.logical, found.pack_bytes)})"
+        f"{human(found.pack_bytes)} ({ratio(found.logical, found.pack_bytes) if found.logical else '-'})"
     )
     plain = [("shared", found.shared), ("holes", found.holes), ("in recipes", found.literals)]
     rows = [("", *_cells(name, Part(raw=size))) for name, size in plain if size]

@@ -49,8 +49,7 @@ def _print(about: Mapping[str, Any]) -> None:
     encoder = about.get("encoder", {})
     table(
         [
-            ("staged", human(about["staged_bytes"]), _files(about["staged_files"])),
-            ("encoding", "", _files(about["encoding_files"])),
+            ("staged", human(about["staged_bytes"]), _staged(about)),
             ("stored", human(encoder.get("encoded_bytes", 0)), "since it was mounted"),
             ("reclaimable", human(about["reclaimable"]), ""),
         ],
@@ -72,6 +71,13 @@ def _list(title: str, lines: Iterator[str]) -> None:
         click.echo(f"  {printable(line)}")
     if len(listed) > _LISTED:
         click.echo(f"  and {len(listed) - _LISTED} more")
+
+
+def _staged(about: Mapping[str, Any]) -> str:
+    waiting, encoding, failed = about["staged_files"], about["encoding_files"], len(about["failed_files"])
+    parts = [(waiting, "to be encoded"), (encoding, "being encoded"), (failed, "failed")]
+    counts = ", ".join(f"{count} {what}" for count, what in parts if count)
+    return _files(waiting + encoding + failed) + (f": {counts}" if counts else "")
 
 
 def _files(count: int) -> str:

@@ -57,10 +57,8 @@ def _print(report: VerifyReport) -> None:
         _print_problem(problem)
     looked = "looked at" if report.quick else "decoded and hashed"
     found = f"{len(report.problems)} problems" if report.problems else "no problem"
-    click.echo(
-        f"{report.versions} versions, {report.packs} packs; {report.objects} objects of {human(report.object_bytes)} "
-        f"{looked}: {found}"
-    )
+    objects = f"{report.objects} objects" + ("" if report.quick else f" of {human(report.object_bytes)}")
+    click.echo(f"{report.versions} versions, {report.packs} packs; {objects} {looked}: {found}")
 
 
 def _print_problem(problem: Problem) -> None:

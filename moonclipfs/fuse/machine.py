@@ -96,8 +96,9 @@ def check_mount(mount: Mount) -> Finding:
     """Does the server of a mount answer?"""
     pid = server_pid(mount.mountpoint)
     if pid is None:
-        advice = f"if it is yours and hangs: `moonclipfs umount --lazy {mount.mountpoint}`, then mount again"
-        return Finding("mount", State.PROBLEM, f"{mount.mountpoint}: its server does not answer this user", advice)
+        advice = f"if it is yours, mount again; if that hangs: `moonclipfs umount --lazy {mount.mountpoint}` first"
+        what = f"{mount.mountpoint}: its server has ended, hangs, or is another user's"
+        return Finding("mount", State.PROBLEM, what, advice)
     read_ahead = Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb")
     try:
         shown = f", read-ahead {read_ahead.read_text().strip()} KiB"
