@@ -72,8 +72,8 @@ class ControlServer:
         self._operations = operations
         self._verbs = verbs or {}
         self._threads = trio.CapacityLimiter(limits.CONTROL_CLIENTS)
-        self._answering = 0
-        self._answered = trio.Event()
+        self._connected = 0
+        self._left = trio.Event()
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         before = os.umask(0o177)
@@ -107,20 +107,24 @@ class ControlServer:
         clients = trio.CapacityLimiter(limits.CONTROL_CLIENTS)
 
         async def client(stream: trio.SocketStream) -> None:
+            self._connected += 1
             try:
                 async with clients, stream:
                     await self._talk(stream)
             except Exception:
                 log.exception("unexpected error at the control socket")
+            finally:
+                self._connected -= 1
+                self._left.set()
 
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._socket.dup()))
         await trio.serve_listeners(client, [listener])
 
     async def idle(self) -> None:
-        """Return when no request is being answered."""
-        while self._answering:
-            self._answered = trio.Event()
-            await self._answered.wait()
+        """Return when nobody is connected."""
+        while self._connected:
+            self._left = trio.Event()
+            await self._left.wait()
 
     async def _talk(self, stream: trio.SocketStream) -> None:
         credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -134,12 +138,7 @@ class ControlServer:
                 while (end := received.find(b"\n")) >= 0 and end < limits.CONTROL_LINE_BYTES:
                     line = bytes(received[:end])
                     del received[: end + 1]
-                    self._answering += 1
-                    try:
-                        await stream.send_all(json.dumps(await self._answer(line)).encode() + b"\n")
-                    finally:
-                        self._answering -= 1
-                        self._answered.set()
+                    await stream.send_all(json.dumps(await self._answer(line)).encode() + b"\n")
                 if len(received) > limits.CONTROL_LINE_BYTES:
                     return
 
@@ -182,14 +181,21 @@ def ask(mountpoint: str, operation: str, timeout: float | None = 5.0, /, **argum
 
     Raises what the server answers, NotFoundError when none listens, MountError for no answer.
     """
-    with _connect(mountpoint) as client:
-        client.settimeout(timeout)
-        try:
-            client.sendall(json.dumps({**arguments, "op": operation}).encode() + b"\n")
-            with client.makefile("rb") as lines:
-                answer = json.loads(lines.readline(limits.CONTROL_ANSWER_BYTES))
-        except (OSError, ValueError) as error:
-            raise MountError(f"the server of {mountpoint} does not answer: {error}") from error
+    with connect(mountpoint) as client:
+        return ask_on(client, mountpoint, operation, timeout, **arguments)
+
+
+def ask_on(
+    client: socket.socket, mountpoint: str, operation: str, timeout: float | None = 5.0, /, **arguments: Any
+) -> dict[str, Any]:
+    """As `ask`, over a connection that was made before."""
+    client.settimeout(timeout)
+    try:
+        client.sendall(json.dumps({**arguments, "op": operation}).encode() + b"\n")
+        with client.makefile("rb") as lines:
+            answer = json.loads(lines.readline(limits.CONTROL_ANSWER_BYTES))
+    except (OSError, ValueError) as error:
+        raise MountError(f"the server of {mountpoint} does not answer: {error}") from error
     if not isinstance(answer, dict):
         raise MountError(f"the server of {mountpoint} answers {answer}")
     if "error" in answer:
@@ -206,19 +212,28 @@ def _error_named(answer: Mapping[str, Any]) -> MoonclipError:
 def server_pid(mountpoint: str) -> int | None:
     """The process that serves a mount, by its number here, or None when none listens."""
     try:
-        with _connect(mountpoint) as client:
-            pid, _, _ = _PEER.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        with connect(mountpoint) as client:
+            return peer_pid(client)
     except (NotFoundError, PermissionDeniedError):
         return None
+
+
+def peer_pid(client: socket.socket) -> int | None:
+    """The process at the other end, by its number here."""
+    pid, _, _ = _PEER.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(pid) or None
 
 
-def _connect(mountpoint: str) -> socket.socket:
+def connect(mountpoint: str) -> socket.socket:
+    """A connection to the server of the mount at a real path. Raises NotFoundError, PermissionDeniedError."""
     path = runtime_path(mountpoint, "sock")
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         client.connect(str(path))
     except OSError as error:
         client.close()
-        raise NotFoundError(f"no server of {mountpoint} listens at {path}: {error.strerror}") from error
+        raise NotFoundError(
+            f"nothing answers for the mount at {mountpoint}: its server was killed (then mount again: nothing is lost), or "
+            f"it is another user's ({path}: {error.strerror})"
+        ) from error
     return client

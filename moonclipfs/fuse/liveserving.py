@@ -79,7 +79,13 @@ class LiveServer(Server):
             self.live.encoder.stop()
             self.live.layer.close()
             return
-        self.problems = self.live.close()
+        try:
+            self.problems = self.live.close()
+        except Exception as error:  # whoever unmounts is to know
+            log.exception("closing the layer: unexpected error")
+            self.problems = [f"unexpected error: {error!r}"]
+            self.live.encoder.stop()
+            self.live.layer.close()
         for problem in self.problems:
             log.error("not everything is stored, and stays staged: %s", problem)
         self._ended.set()

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 from moonclipfs import errors, limits
-from moonclipfs.errors import BusyError, MoonclipError, MountError, NotFoundError
+from moonclipfs.errors import BusyError, MoonclipError, MountError, NotFoundError, PermissionDeniedError
 from moonclipfs.fuse import initflags
-from moonclipfs.fuse.control import ask, runtime_path, server_pid
+from moonclipfs.fuse.control import ask, ask_on, connect, peer_pid, runtime_path, server_pid
 from moonclipfs.fuse.holders import find_holders
 from moonclipfs.fuse.mounts import Mount, find_mounts, mount_at, real_place
 from moonclipfs.fuse.prepare import MountOptions, detach, prepare
+from moonclipfs.store.layerdirs import DIRECTORY, layer_holder, layer_names
 
 __all__ = ["Mount", "MountOptions", "find_mounts", "mount", "unmount"]
 
@@ -55,37 +59,74 @@ def unmount(
     """Unmount, and wait until what was written is stored and the server is gone. `waiting` is called now and then
     with the bytes that are still to be stored. `lazy` returns at once, and serves what is open until it is closed.
 
+    A server that this user or this environment cannot ask is waited for all the same; its log tells what went wrong.
     Raises NotFoundError when no store is mounted there, BusyError naming who uses it, MountError, also when something
-    could not be stored: it is staged then.
+    could not be stored, or its server was killed before: it is staged then.
     """
     place = real_place(os.fspath(mountpoint))
     found = mount_at(place)
     if found is None or not found.is_ours:
         raise NotFoundError(f"no store is mounted at {place}")
-    pid = server_pid(place)
-    result = detach(place, lazy=lazy)
-    if result.returncode:
-        if "busy" in result.stderr:
-            raise BusyError(_busy(found))
-        raise MountError(f"cannot unmount {place}: {result.stderr.strip()}")
+    waits = found.writable and not lazy
+    with ExitStack() as stack:
+        # The server does not end before whoever is connected has asked what could not be stored.
+        server = _connected(place)
+        pid = None if server is None else peer_pid(stack.enter_context(server))
+        layer, holder = _layer_of(found) if waits and server is None else (None, None)
+        result = detach(place, lazy=lazy)
+        if result.returncode:
+            if "busy" in result.stderr:
+                raise BusyError(_busy(found))
+            raise MountError(f"cannot unmount {place}: {result.stderr.strip()}")
+        problems = _wait_for_end(server, place, waiting) if waits and server is not None else []
     if pid is not None and not lazy:
-        problems = _wait_for_end(place, waiting) if found.writable else []
         _wait_for_exit(pid)
-        if problems:
-            raise MountError(f"unmounted, but not everything is stored, and stays staged: {'; '.join(problems)}")
-    if server_pid(place) is None:
-        runtime_path(place, "sock").unlink(missing_ok=True)  # of a server that was killed
+    if problems:
+        raise MountError(f"unmounted, but not everything is stored, and stays staged: {'; '.join(problems)}")
+    while layer is not None and layer_holder(layer) == holder:
+        time.sleep(_TELL_SECONDS / 10)
+    left = runtime_path(place, "sock")
+    if server_pid(place) is None and left.exists():  # of a server that was killed
+        left.unlink(missing_ok=True)
+        if server is not None and waits:
+            raise MountError(
+                "unmounted, but the server was killed before everything was stored: what is not stays staged, and the "
+                "next mount of the same layer stores it"
+            )
 
 
-def _wait_for_end(place: str, waiting: Callable[[int], None] | None) -> list[str]:
+def _connected(place: str) -> socket.socket | None:
+    try:
+        return connect(place)
+    except (NotFoundError, PermissionDeniedError):
+        return None
+
+
+def _layer_of(mount: Mount) -> tuple[Path, Mapping[str, object]] | tuple[None, None]:
+    """The directory of the layer that a mount writes to, and what its server says of itself there, as far as that can
+    be told without asking the server.
+    """
+    found = []
+    try:
+        for name in layer_names(Path(mount.store)):
+            layer = Path(mount.store, DIRECTORY, name)
+            holder = layer_holder(layer)
+            if holder is not None and holder.get("mountpoint") == mount.mountpoint:
+                found.append((layer, holder))
+    except MoonclipError:  # of somebody else
+        return None, None
+    return found[0] if len(found) == 1 else (None, None)  # other namespaces may have a mount at the same path
+
+
+def _wait_for_end(server: socket.socket, place: str, waiting: Callable[[int], None] | None) -> list[str]:
     """Return when a server has stored what was written, with what it could not store."""
     problems: list[str] = []
 
     def ended() -> None:
         try:
-            problems.extend(ask(place, "ended", None)["problems"])
+            problems.extend(ask_on(server, place, "ended", None)["problems"])
         except MoonclipError:
-            pass  # it is gone already; what went wrong is in its log
+            pass  # it was killed
 
     thread = threading.Thread(target=ended, daemon=True)
     thread.start()

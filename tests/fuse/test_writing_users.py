@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moonclipfs.errors import BusyError, MountError
-from moonclipfs.fuse.control import ask
+from moonclipfs.fuse.control import ask, runtime_path
 from moonclipfs.fuse.initflags import DIRECT_IO_ALLOW_MMAP, HANDLE_KILLPRIV_V2
 from moonclipfs.fuse.mount import unmount
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import Mounted, Mounter, eventually, is_running
+from tests.fuse.conftest import Mounted, Mounter, eventually, is_running, patched_server, processes_of
 
 MIB = 1 << 20
 OTHER = 1234
@@ -164,6 +167,67 @@ def test_what_cannot_be_stored_is_told_by_umount(store: Store, mounter: Mounter)
     assert (again.path / "f").read_bytes() == b"f" * 200_000
     ask(str(again.path), "flush", None)
     assert ask(str(again.path), "status")["staged_bytes"] == 0
+
+
+def stop_encoding(mounted: Mounted) -> list[int]:
+    """Stop the processes that encode for a mount, as if they took long."""
+    (mounted.path / "first").write_bytes(b"1" * MIB)
+    ask(str(mounted.path), "flush", None)
+    pids = [pid for pid in processes_of(mounted.store) if pid != mounted.pid]
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    return pids
+
+
+def test_umount_tells_that_the_server_was_killed_before_all_was_stored(live: Mounted) -> None:
+    pids = stop_encoding(live)
+    (live.path / "f").write_bytes(b"f" * MIB)
+    killer = threading.Timer(2.0, os.kill, (live.pid, signal.SIGKILL))
+    killer.start()
+    try:
+        with pytest.raises(MountError, match=r"killed before everything was stored.*stays staged"):
+            unmount(live.path)
+    finally:
+        killer.join()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    assert not runtime_path(str(live.path), "sock").exists()
+
+
+def test_umount_waits_for_a_server_that_it_cannot_ask(
+    live: Mounted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was started in another environment, or by another user."""
+    pids = stop_encoding(live)
+    (live.path / "f").write_bytes(b"f" * MIB)
+    going_on = threading.Timer(2.0, lambda: [os.kill(pid, signal.SIGCONT) for pid in pids])
+    going_on.start()
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        unmount(live.path)
+    assert time.monotonic() - began > 1.5
+    going_on.join()
+    eventually(lambda: not is_running(live.pid))
+    assert "ERROR" not in live.log_text()
+
+
+def test_umount_tells_of_an_unexpected_error_at_the_end(store: Store, tmp_path: Path, fuse: None) -> None:
+    patch = """
+from moonclipfs.fuse import initflags
+initflags.load()
+from moonclipfs.layers.live import Live
+def close(self):
+    raise RuntimeError("closing fails")
+Live.close = close
+"""
+    place = tmp_path / "mnt"
+    with (
+        patched_server(store.path, place, patch, ends=MountError.exit_code, read_only=False),
+        pytest.raises(MountError, match="closing fails"),
+    ):
+        unmount(place)
 
 
 def test_errors_of_commands_come_back_as_themselves(live: Mounted) -> None:
