@@ -233,7 +233,7 @@ def connect(mountpoint: str) -> socket.socket:
     except OSError as error:
         client.close()
         raise NotFoundError(
-            f"nothing answers for the mount at {mountpoint}: its server was killed (then mount again: nothing is lost), or "
-            f"it is another user's ({path}: {error.strerror})"
+            f"nothing answers for the mount at {mountpoint}: its server was killed (mount again: nothing is lost), "
+            f"or it is another user's ({path}: {error.strerror})"
         ) from error
     return client
