@@ -48,7 +48,10 @@ def gc_json(report: GcReport) -> dict[str, object]:
 def print_gc(report: GcReport) -> None:
     """Tell what a run of gc did."""
     verb = "would free" if report.dry_run else "freed"
-    click.echo(f"{verb} {human(report.freed_bytes)} in {report.deleted_packs} packs; {human(report.live_bytes)} in use")
+    done = f"{verb} {human(report.freed_bytes)} in {report.deleted_packs} packs"
+    if report.freed_bytes < 0:  # what is copied from may have to wait for who adds to the store
+        done = f"copied {human(-report.freed_bytes)}, so that a later run can free more"
+    click.echo(f"{done}; {human(report.live_bytes)} in use")
     if report.waiting_packs:
         click.echo(f"{human(report.waiting_bytes)} in {report.waiting_packs} packs wait for:")
         for holder in report.waiting_for:

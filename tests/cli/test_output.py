@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonclipfs.cli.gc import print_gc
 from moonclipfs.cli.output import emit_json, human, printable, ratio, table, when
+from moonclipfs.store.gc import GcReport
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,8 @@ def test_json_keeps_bytes_that_are_not_utf8(capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     assert out.isascii()
     assert json.loads(out)["path"].encode("utf-8", "surrogateescape") == b"a\xff"
+
+
+def test_a_gc_that_could_only_copy_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    print_gc(GcReport(live_bytes=3 << 20, rebased_bytes=2 << 20))
+    assert capsys.readouterr().out == "copied 2.0 MiB, so that a later run can free more; 3.0 MiB in use\n"
