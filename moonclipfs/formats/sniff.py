@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonclipfs.errors import ParseError, TruncatedError
-from moonclipfs.formats import gguf, npy, npz, safetensors, torchlegacy, torchzip, zipdir
+from moonclipfs.formats import distcp, gguf, npy, npz, safetensors, torchlegacy, torchzip, zipdir
 from moonclipfs.formats.layout import Layout, opaque
 from moonclipfs.types import Source
 
@@ -48,6 +48,8 @@ def _parser(head: bytes) -> tuple[str, Callable[[Source], Layout]] | None:
 
 
 def _parse_zip(source: Source) -> Layout:
+    if distcp.is_shard(source):
+        return distcp.parse(source)
     members = zipdir.read(source)
     root = torchzip.root_of(members)
     if root is not None:

@@ -88,6 +88,29 @@ def read(source: Source) -> list[Member]:
     return members
 
 
+def last_length(source: Source) -> int:
+    """Return the length of the archive that ends `source`, which may begin with others; raises ParseError.
+
+    It must have no comment. What it holds is for `read`.
+    """
+    directory_end = source.size - _END.size
+    if directory_end < 0:
+        raise ParseError("no archive ends here")
+    magic, _, _, _, _, length, start, comment = _END.unpack(source.read(directory_end, _END.size))
+    if magic != _END_MAGIC or comment:
+        raise ParseError("no archive ends here")
+    tail = _END64.size + _LOCATOR.size
+    if directory_end >= tail:
+        end64 = bytes(source.read(directory_end - tail, tail))
+        if end64.startswith(_END64_MAGIC) and end64.startswith(_LOCATOR_MAGIC, _END64.size):
+            length, start = _END64.unpack_from(end64)[-2:]
+            directory_end -= tail
+    found = int(start) + int(length) + source.size - directory_end
+    if found > source.size:
+        raise ParseError("an archive begins before the file does")
+    return found
+
+
 def _directory(source: Source) -> tuple[int, int, int]:
     """Return the start, the number of entries and the end of the central directory."""
     end_at, end = _find_end(source)
