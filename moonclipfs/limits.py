@@ -131,6 +131,9 @@ LISTING_BATCH = 128
 """Names of a directory looked up together."""
 MOUNT_TASKS = 1024
 """Requests in work at one time; more wait in the kernel."""
+FIRST_TIME_NS = -(1 << 31) * 10**9
+LAST_TIME_NS = (1 << 63) // 10**9 * 10**9
+"""The times that a file can have, in nanoseconds: from 1901 on, as on ext4, to 2262, the last that directories hold."""
 WRITE_INLINE_BYTES = 128 * KIB
 """A write shorter than this is staged at once, a longer one on a thread where the disk is slow: else the change of
 threads would take longer than the write, which ends in the page cache.

@@ -355,8 +355,8 @@ class FileOperations(Operations):
             "mode": mode,
             "uid": attr.st_uid if fields.update_uid else None,
             "gid": attr.st_gid if fields.update_gid else None,
-            "atime_ns": attr.st_atime_ns if fields.update_atime else None,
-            "mtime_ns": attr.st_mtime_ns if fields.update_mtime else None,
+            "atime_ns": _within_times(attr.st_atime_ns) if fields.update_atime else None,
+            "mtime_ns": _within_times(attr.st_mtime_ns) if fields.update_mtime else None,
         }
         if any(value is not None for value in changes.values()):
             await self.change(self.layer.set_attributes, found, now_ns=now, **changes)
@@ -375,6 +375,11 @@ def _is_of_layer(request: str, args: Sequence[Any]) -> bool:
     if not isinstance(first, int):
         return False
     return is_live_handle(first) if request in _OF_HANDLES else is_live(first)
+
+
+def _within_times(time_ns: int) -> int:
+    """The nearest time that a file can have."""
+    return min(max(time_ns, limits.FIRST_TIME_NS), limits.LAST_TIME_NS)
 
 
 def _sets_anything(fields: pyfuse3.SetattrFields) -> bool:

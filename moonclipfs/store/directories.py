@@ -14,6 +14,7 @@ _MAGIC = b"MCDR"
 _VERSION = 1
 _HEAD = struct.Struct("<4sB3xI")
 _ENTRY = struct.Struct("<BxHHHIIIIqqQ32s")
+_FIRST_NS = -(1 << 63)
 
 
 def _encode_entry(entry: Entry) -> bytes:
@@ -22,7 +23,7 @@ def _encode_entry(entry: Entry) -> bytes:
         _ENTRY.pack(
             entry.type, len(entry.name), len(entry.target), len(attributes.xattrs),
             attributes.mode & 0o7777, entry.link_group, attributes.uid, attributes.gid,
-            attributes.mtime_ns, attributes.ctime_ns, entry.size, entry.child,
+            _within_times(attributes.mtime_ns), _within_times(attributes.ctime_ns), entry.size, entry.child,
         ),
         entry.name,
         entry.target,
@@ -30,6 +31,11 @@ def _encode_entry(entry: Entry) -> bytes:
     for name, value in sorted(attributes.xattrs.items()):
         parts += [struct.pack("<HI", len(name), len(value)), name, value]
     return b"".join(parts)
+
+
+def _within_times(time_ns: int) -> int:
+    """The nearest time that an entry can have: a file of some disk may be of the year 2400."""
+    return min(max(time_ns, _FIRST_NS), limits.LAST_TIME_NS)
 
 
 def check_name(name: bytes) -> None:

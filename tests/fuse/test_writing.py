@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from moonclipfs.fuse.control import ask
 from moonclipfs.store.store import Store
 from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually, is_running
 from tests.fuse.sides import Sides
@@ -523,6 +524,28 @@ def test_another_mount_of_the_same_layer_is_refused(live: Mounted, mounter: Moun
     (live.path / "mine").write_bytes(b"1")
     assert not (other.path / "mine").exists()
     assert (other.path / "run1/a/config.json").read_bytes() == SMALL_FILES["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept"),
+    [
+        (2**36, 9223372036),
+        (10**10, 9223372036),
+        (9223372036, 9223372036),
+        (-(2**31) - 1, -(2**31)),
+        (-(2**40), -(2**31)),
+    ],
+)
+def test_times_that_no_file_can_have_become_the_nearest(live: Mounted, seconds: int, kept: int) -> None:
+    """Times before 1901 and after 2262 become the first and the last one; what has them is sealed as anything is."""
+    (live.path / "run").mkdir()
+    file = live.path / "run/f"
+    file.touch()
+    os.utime(file, ns=(seconds * 10**9, seconds * 10**9))
+    assert (os.stat(file).st_atime_ns, os.stat(file).st_mtime_ns) == (kept * 10**9, kept * 10**9)
+    ask(str(live.path), "seal", None, path="run")
+    eventually((live.path / "@versions/run/1").exists)
+    assert os.stat(live.path / "@versions/run/1/f").st_mtime_ns == kept * 10**9
 
 
 def test_times_never_go_back(live: Mounted) -> None:
