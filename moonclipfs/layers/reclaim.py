@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moonclipfs import limits
-from moonclipfs.errors import NoSpaceError
+from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError
 from moonclipfs.store import forget, reserve
 from moonclipfs.store.gc import collect, preview
 from moonclipfs.store.log import Names
@@ -93,7 +93,7 @@ class Reclaimer:
         """Forget what was removed, the oldest first, until the disk has `length` bytes, and some more, to spare.
 
         Returns the bytes freed: 0 when nothing is left to reclaim, or when the store's disk is not the one that is
-        full.
+        full. What keeps it from reclaiming is logged. Raises NoSpaceError.
         """
         before = self._free()
         self._layer.staging.close_deleted()
@@ -102,23 +102,35 @@ class Reclaimer:
             freed = max(0, self._free() - before)  # by that, or by whoever had the lock
             if self._free() >= wanted:
                 return freed
-            self._with_reserve(self._layer.push_names)  # what was removed just now can go, too
-            if self._exhausted == self._state():
-                return freed
             try:
-                self._forget_dropped(self._layer.store.names())
+                return freed + self._reclaim(wanted)
             except NoSpaceError:
-                freed += self._call((), pressed=True)
-                self._forget_dropped(self._layer.store.names())
-            for versions in self._steps():
-                freed += self._call(versions, pressed=True)
-                if self._free() >= wanted:
-                    break
-            else:
-                self._exhausted = self._state()
-            self.reclaimable = max(0, self.reclaimable - freed)
-            self._estimated = None
-            return freed
+                raise
+            except MoonclipError as error:
+                if isinstance(error, CorruptError):
+                    self._exhausted = self._state()  # whoever needs room need not wait for the same each time
+                log.warning("the disk is full, and what was removed cannot be reclaimed: %s", error)
+                return freed
+
+    def _reclaim(self, wanted: int) -> int:
+        self._with_reserve(self._layer.push_names)  # what was removed just now can go, too
+        if self._exhausted == self._state():
+            return 0
+        freed = 0
+        try:
+            self._forget_dropped(self._layer.store.names())
+        except NoSpaceError:
+            freed += self._call((), pressed=True)
+            self._forget_dropped(self._layer.store.names())
+        for versions in self._steps():
+            freed += self._call(versions, pressed=True)
+            if self._free() >= wanted:
+                break
+        else:
+            self._exhausted = self._state()
+        self.reclaimable = max(0, self.reclaimable - freed)
+        self._estimated = None
+        return freed
 
     def leave(self) -> None:
         """Before the layer is closed: let others reclaim what it does not need any more, as far as the disk allows."""
@@ -127,6 +139,7 @@ class Reclaimer:
                 self._forget_dropped(self._layer.store.names())
             except NoSpaceError as error:
                 log.info("the journal goes on naming what was dropped: %s", error)
+            reserve.take(self._layer.store.path)
 
     def _steps(self) -> Iterator[list[Version]]:
         """What to forget, step by step: nothing, one version, two, four, ... the first removed first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from moonclipfs import limits
+from moonclipfs.errors import CorruptError
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.reclaim import Reclaimer, reclaim
 from moonclipfs.store.check import verify
@@ -160,6 +161,25 @@ def test_what_was_removed_just_now_makes_room_at_once(case: Case) -> None:
     case.layer.rmdir(case.layer.root, b"a", 6)
     assert reclaimer.make_room(MIB) > MIB
     assert case.kept() == "b"
+
+
+def test_what_keeps_it_from_reclaiming_is_told_and_whoever_needs_room_has_none(
+    case: Case, monkeypatch: pytest.MonkeyPatch, expect_log: Callable[[str], None]
+) -> None:
+    case.fill("ab", removed="a")
+    reclaimer = case.start()
+    case.disk -= case.free()
+    calls: list[str] = []
+
+    def fail(op: str, **arguments: Any) -> Any:
+        calls.append(op)
+        raise CorruptError("log record 5 is damaged, so nothing is deleted")
+
+    monkeypatch.setattr(case.encoder, "call", fail)
+    expect_log("cannot be reclaimed: log record 5 is damaged")
+    for _ in range(3):
+        assert reclaimer.make_room(MIB) == 0
+    assert len(calls) == 1 and case.kept() == "ab"
 
 
 def test_where_another_disk_is_full_nothing_is_forgotten(case: Case) -> None:
