@@ -50,6 +50,9 @@ bench: setup ## ratios and speeds beside plain files, zstd, zipnn and moonclip
 	$(BIN)/python -m tests.bench.codec_bench
 	$(BIN)/python -m tests.bench.store_bench
 	$(BIN)/python -m tests.bench.mount_bench
+	$(BIN)/python -m tests.bench.write_bench
+	$(BIN)/python -m tests.bench.encode_bench
+	$(BIN)/python -m tests.bench.train_bench
 
 clean: ## remove everything that set-up, tests and builds made
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis moonclipfs/*.so ext/_*.c

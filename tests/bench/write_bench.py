@@ -36,6 +36,7 @@ TARGETS = {
 TARGET_CREATES = 1 / 3
 CREATES, CREATE_BYTES = 2000, 4096
 DIRECTORY_FILES = 100
+COUNTED_FILES = 5000
 TARGET_PACKS, TARGET_SYNCS = 8, 100
 """For any number of files below what fills a pack."""
 
@@ -148,16 +149,11 @@ def bench_creates(work: Path, rounds: int) -> list[list[object]]:
 
 
 def bench_small(work: Path, count: int) -> list[list[object]]:
-    """Many small files, one by one: how many syncs and packs they cost."""
-    with counted(work) as (place, syncs):
-        for number in range(-(-count // DIRECTORY_FILES)):
-            (place.path / f"d{number}").mkdir()
-        before = syncs()
+    """Many small files, one by one: the packs that they cost, and for fewer of them the syncs."""
+    with writable(work, "small") as place:
         _, written = timed(partial(_write_small, place.path, count))
-        between = syncs()
         _, flushed = timed(partial(ask, str(place.path), "flush", None))
-        after = syncs()
-    with Store.open(work / "store-counted", write=True) as store:
+    with Store.open(work / "store-small", write=True) as store:
         store.index.sync()
         packs = store.index.packs()
     size = sum(info.bytes for info in packs.values()) / MIB
@@ -166,14 +162,20 @@ def bench_small(work: Path, count: int) -> list[list[object]]:
     )
     print(load(), "\n")
     rows: list[list[object]] = [[f"packs for {count} files of 4 KiB", len(packs), f"<= {TARGET_PACKS}"]]
-    if before is not None and between is not None and after is not None:
-        rows.append([f"syncs a second while they are written ({between - before})", (between - before) / written, ""])
-        rows.append(["syncs of the flush behind them", after - between, f"<= {TARGET_SYNCS}"])
+    with counted(work) as (place, syncs):
+        before = syncs()
+        _write_small(place.path, COUNTED_FILES)
+        ask(str(place.path), "flush", None)
+        after = syncs()
+    if before is not None and after is not None:
+        rows.append([f"syncs for {COUNTED_FILES} files, flushed", after - before, f"<= {TARGET_SYNCS}"])
     return rows
 
 
 def _write_small(directory: Path, count: int) -> None:
     for number in range(count):
+        if number % DIRECTORY_FILES == 0:
+            (directory / f"d{number // DIRECTORY_FILES}").mkdir()
         (directory / f"d{number // DIRECTORY_FILES}" / f"{number}").write_bytes(os.urandom(CREATE_BYTES))
 
 
