@@ -95,9 +95,11 @@ def check_read_ahead() -> Finding:
 def check_mount(mount: Mount) -> Finding:
     """Does the server of a mount answer?"""
     pid = server_pid(mount.mountpoint)
+    if pid is None and mount.owner not in (None, os.geteuid()):
+        return Finding("mount", State.NOTE, f"{mount.mountpoint}: of user {mount.owner}, who alone may ask its server")
     if pid is None:
-        advice = f"if it is yours, mount again; if that hangs: `moonclipfs umount --lazy {mount.mountpoint}` first"
-        what = f"{mount.mountpoint}: its server has ended, hangs, or is another user's"
+        advice = f"mount again; if that hangs: `moonclipfs umount --lazy {mount.mountpoint}` first"
+        what = f"{mount.mountpoint}: its server has ended, or hangs"
         return Finding("mount", State.PROBLEM, what, advice)
     read_ahead = Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb")
     try:

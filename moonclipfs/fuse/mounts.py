@@ -15,7 +15,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 @dataclass(frozen=True, slots=True)
 class Mount:
     """One line of the kernel's list. `device` is "major:minor"; `mount_id` is what /proc/PID/fdinfo names; `writable`
-    is what the kernel lets through."""
+    is what the kernel lets through; `owner` is the user who mounted it, None where the kernel does not say."""
 
     mount_id: int
     device: str
@@ -23,6 +23,7 @@ class Mount:
     type: str
     source: str
     writable: bool = False
+    owner: int | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -73,8 +74,10 @@ def _parse(line: str) -> Mount | None:
     if not separator or len(fields) < 6 or len(rest) < 2:
         return None
     # Of the two lists of options, the second is that of the file system itself.
-    writable = "ro" not in {*fields[5].split(","), *rest[-1].split(",")}
-    return Mount(int(fields[0]), fields[2], _unescape(fields[4]), rest[0], _unescape(rest[1]), writable)
+    options = rest[-1].split(",")
+    writable = "ro" not in {*fields[5].split(","), *options}
+    owner = next((int(one.removeprefix("user_id=")) for one in options if one.startswith("user_id=")), None)
+    return Mount(int(fields[0]), fields[2], _unescape(fields[4]), rest[0], _unescape(rest[1]), writable, owner)
 
 
 def _unescape(field: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,5 +82,7 @@ def test_a_mount_whose_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(machine, "server_pid", lambda mountpoint: None)
     assert machine.check_mount(mount).state is State.PROBLEM
     assert "umount --lazy /mnt/x" in machine.check_mount(mount).advice
+    others = replace(mount, owner=os.geteuid() + 1)
+    assert machine.check_mount(others).state is State.NOTE, "mounts of other users are no problem"
     monkeypatch.setattr(machine, "server_pid", lambda mountpoint: 5)
     assert machine.check_mount(mount).text == "/mnt/x: /data/store, pid 5"

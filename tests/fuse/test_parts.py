@@ -133,7 +133,7 @@ def test_store_paths_survive_the_list_of_mounts(path: str) -> None:
 def test_the_list_of_mounts_is_read() -> None:
     line = r"36 35 0:45 / /mnt/a\040b\134c ro,nosuid shared:1 - fuse.moonclipfs /data/s%20t ro,user_id=0"
     found = mounts._parse(line)
-    assert found == mounts.Mount(36, "0:45", "/mnt/a b\\c", "fuse.moonclipfs", "/data/s%20t")
+    assert found == mounts.Mount(36, "0:45", "/mnt/a b\\c", "fuse.moonclipfs", "/data/s%20t", owner=0)
     assert found.is_ours
     assert found.store == "/data/s t"
     assert mounts._parse("garbage") is None
