@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moonclipfs import limits
-from moonclipfs.errors import BackendError, BusyError, MoonclipError, NoSpaceError, NotFoundError, UsageError
+from moonclipfs.errors import (
+    BackendError,
+    BusyError,
+    MoonclipError,
+    NoSpaceError,
+    NotFoundError,
+    PermissionDeniedError,
+    UsageError,
+)
 from moonclipfs.formats.layout import Layout
 from moonclipfs.formats.sniff import parse
 from moonclipfs.layers.completeness import missing
@@ -184,7 +192,7 @@ class Watcher:
     def _try(self, path: bytes, unit: _Unit) -> Absorbed | None:
         try:
             return self._absorb(Path(os.fsdecode(path)), unit)
-        except (BusyError, UsageError) as error:
+        except (BusyError, UsageError, PermissionDeniedError) as error:
             if str(error) != unit.trouble:
                 log.warning("%s is not absorbed yet: %s", os.fsdecode(path), error)
             unit.trouble = str(error)

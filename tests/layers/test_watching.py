@@ -6,12 +6,15 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moonclipfs.errors import CorruptError, NoSpaceError, NotFoundError, UsageError
+from moonclipfs.errors import CorruptError, NoSpaceError, NotFoundError, PermissionDeniedError, UsageError
+from moonclipfs.layers import watching
 from moonclipfs.layers.watching import Absorbed, Watcher, watch, watch_once
 from moonclipfs.store import move
+from moonclipfs.store.add import AddReport, add
 from moonclipfs.store.store import Store
 from tests.formats.samples import entry, safetensors
 
@@ -231,6 +234,24 @@ def test_watching_what_cannot_be_watched(store: Store, output: Path) -> None:
     inside = Watcher(store.path.parent, store, quiet=QUIET)
     with pytest.raises(UsageError, match="store itself"):
         inside.tick(0.0)
+
+
+def test_a_checkpoint_that_may_not_be_read_keeps_no_other_from_being_absorbed(
+    store: Store, output: Path, monkeypatch: pytest.MonkeyPatch, expect_log: Callable[[str], None]
+) -> None:
+    def refusing(store: Store, paths: list[Path], **options: Any) -> AddReport:
+        if paths[0].name == "checkpoint-1":
+            raise PermissionDeniedError(f"cannot read {paths[0]}: Permission denied")
+        return add(store, paths, **options)
+
+    expect_log("checkpoint-1 is not absorbed yet: .*Permission denied")
+    monkeypatch.setattr(watching, "add", refusing)
+    save(output, 1)
+    save(output, 2)
+    watcher = Watcher(output, store, quiet=0.1)
+    done = list(watch_once(watcher, threading.Event(), 0.05))
+    assert [one.version.path for one in done] == ["out/checkpoint-2"]
+    assert "Permission denied" in str(watcher.missing())
 
 
 def test_looking_once_ends_when_the_rest_is_incomplete(store: Store, output: Path) -> None:
