@@ -19,7 +19,8 @@ demo: setup ## train a small model, store its checkpoints, mount them, load and 
 test: setup ## the whole test suite
 	$(PYTEST)
 
-test-slow: setup ## the tests that take long
+test-slow: setup ## the tests that take long; installs the suites of programs that they run
+	@bash tests/setup.sh suites
 	$(PYTEST) -m slow
 
 test-ecosystem: setup ## save and load with transformers, peft, accelerate, Lightning, torch.distributed and others

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set-up for a clone: system packages, .venv, the extension. Does nothing when nothing it depends on has changed.
 #   PYTHON=/path/to/python3.x   use this interpreter instead of looking for one
+# `setup.sh suites` installs the programs that only the slow tests run instead.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 stamp=.venv/.setup-stamp
@@ -67,6 +68,16 @@ install_packages() {
         die "could not install: $*. Install them as root, then run this again:  $install"
 }
 
+# Programs and their packages; the tests of what cannot be had are skipped.
+install_suites() {
+    local pair missing=()
+    for pair in fio:fio stress-ng:stress-ng dbench:dbench bonnie++:bonnie++ fs_mark:fsmark postmark:postmark \
+        rsync:rsync inotifywait:inotify-tools git:git; do
+        PATH=$PATH:/usr/sbin command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
+    done
+    ((${#missing[@]} == 0)) || (install_packages "${missing[@]}") || say "their tests are skipped"
+}
+
 main() {
     ! is_done || exit 0
     local python packages
@@ -89,4 +100,7 @@ main() {
     fingerprint >"$stamp"
 }
 
-main
+case ${1:-} in
+    suites) install_suites ;;
+    *) main ;;
+esac

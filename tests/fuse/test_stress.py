@@ -1,38 +1,15 @@
-"""Programs that were made to find what is wrong with file systems, run on a mount; each as far as it is installed."""
+"""git on a mount, and more files than the kernel may know of."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from moonclipfs.store.store import Store
 from tests.fuse.conftest import Mounted, Mounter, eventually, patched_server
-
-FIO_JOBS = {
-    "sequential": ["--rw=write", "--bs=1m"],
-    "random": ["--rw=randwrite", "--bs=4k"],
-    "mmap": ["--rw=randwrite", "--bs=4k", "--ioengine=mmap"],
-    "direct": ["--rw=randwrite", "--bs=16k", "--direct=1"],
-    "aio": ["--rw=randwrite", "--bs=8k", "--ioengine=libaio", "--iodepth=8", "--direct=1"],
-    "several": ["--rw=randrw", "--bs=4k-64k", "--numjobs=4"],
-    "synced": ["--rw=randrw", "--bs=4k", "--fsync=32"],
-}
-STRESSORS = (
-    "access", "chdir", "chmod", "chown", "copy-file", "dentry", "dir", "dirdeep", "dirmany", "dup", "fcntl",
-    "filename", "flock", "fstat", "hdd", "iomix", "link", "locka", "lockf", "lockofd", "metamix",
-    "mmap", "mmapfork", "msync", "open", "readahead", "rename", "revio", "seek", "sendfile", "symlink", "sync-file",
-    "touch", "utime", "xattr",
-)  # fmt: skip
-CPYTHON = (
-    "test_file", "test_filecmp", "test_fileio", "test_fcntl", "test_genericpath", "test_glob", "test_io",
-    "test_mailbox", "test_mmap", "test_os", "test_pathlib", "test_posix", "test_posixpath", "test_shutil",
-    "test_tarfile", "test_tempfile", "test_zipfile",
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -52,43 +29,6 @@ def run(*command: object, cwd: Path | None = None) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", FIO_JOBS)
-def test_fio_verifies_what_it_wrote(mounted: Mounted, job: str) -> None:
-    if shutil.which("fio") is None:
-        pytest.skip("fio is not installed")
-    run(
-        *("fio", f"--name={job}", f"--directory={mounted.path}", "--size=32m"),
-        *("--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--verify_state_save=0", *FIO_JOBS[job]),
-    )
-    assert "ERROR" not in mounted.log_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stressor", STRESSORS)
-def test_stressors_find_nothing(mounted: Mounted, stressor: str) -> None:
-    if shutil.which("stress-ng") is None:
-        pytest.skip("stress-ng is not installed")
-    run(
-        *("stress-ng", f"--{stressor}", 2, "--timeout", 3, "--verify", "--temp-path", mounted.path),
-        *("--hdd-bytes", "16M", "--seek-size", "16M", "--iomix-bytes", "8M", "--revio-bytes", "8M"),
-    )
-    assert "ERROR" not in mounted.log_text()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", CPYTHON)
-def test_the_tests_of_python_pass(mounted: Mounted, name: str) -> None:
-    base = Path(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
-    probe = subprocess.run([base, "-c", f"import test.{name}"], capture_output=True, check=False)
-    if probe.returncode:
-        pytest.skip("this Python comes without its tests")
-    (mounted.path / "tests").mkdir()
-    run(base, "-m", "test", "--timeout", 300, "--tempdir", mounted.path / "tests", name)
-    assert "ERROR" not in mounted.log_text()
 
 
 def test_git_clones_packs_and_checks(mounted: Mounted, tmp_path: Path) -> None:

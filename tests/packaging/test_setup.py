@@ -53,11 +53,11 @@ class Tree:
         path.write_text(f'#!/bin/sh\necho "{name} $*" >>"$CALLS"\n{body}\n{end}')
         path.chmod(0o755)
 
-    def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run set-up."""
         variables = {"PATH": str(self.bin), "CALLS": str(self.calls), "TREE": str(self.root), "VERSION": "3.12.0"}
         return subprocess.run(
-            ["bash", "tests/setup.sh"],
+            ["bash", "tests/setup.sh", *words],
             cwd=self.root,
             env={**variables, **environment},
             stdin=subprocess.DEVNULL,
@@ -182,3 +182,18 @@ def run_make(target: str) -> Sequence[str]:
 @pytest.mark.parametrize("target", ["demo", "test", "test-slow", "check", "fuzz", "bench"])
 def test_every_target_sets_up_first(target: str) -> None:
     assert run_make(target)[0] == "bash tests/setup.sh"
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_suites_for_the_slow_tests_are_installed_where_they_can_be_had(tree: Tree, code: int) -> None:
+    for name in ("fio", "git", "rsync"):
+        tree.command(name)
+    tree.command("apt-get", code=code)
+    done = tree.run("suites", TEST_UID="0")
+    assert done.returncode == 0
+    (call,) = tree.called("apt-get", "install")
+    packages = set(call.split())
+    assert {"stress-ng", "fsmark", "inotify-tools"} <= packages
+    assert not {"fio", "git", "rsync"} & packages
+    assert ("skipped" in done.stderr) == bool(code)
+    assert installs(tree) == 0
