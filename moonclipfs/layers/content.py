@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class Content:
         "_held",
         "_intact",
         "_map",
+        "_staged",
         "_stored",
         "_whole",
         "_writable",
@@ -63,6 +65,8 @@ class Content:
         self._map = RangeMap(PART_HOLE)
         """PART_HOLE, PART_RECIPE, or PART_STAGED plus the number of a generation, for each offset."""
         self._held = 0
+        self._staged: Counter[int] = Counter()
+        """How many bytes come from each generation, by number."""
         self._generations: dict[int, Generation] = {}
         """Those that the map may name."""
         self._dropped: list[Generation] = []
@@ -96,7 +100,7 @@ class Content:
     @property
     def is_staged(self) -> bool:
         """Whether some of the bytes are in staging."""
-        return self._map.any_from(PART_STAGED)
+        return any(self._staged.values())
 
     @property
     def exact(self) -> bool:
@@ -177,6 +181,8 @@ class Content:
         self._stored = generation_number
         old = [number for number in self._generations if number <= generation_number]
         self._map.replace({PART_STAGED + number: PART_RECIPE for number in old})
+        for number in old:
+            del self._staged[number]
         freed = [self._generations.pop(number) for number in old]
         freed += [dropped for dropped in self._dropped if dropped.number <= generation_number]
         self._dropped = [dropped for dropped in self._dropped if dropped.number > generation_number]
@@ -245,9 +251,16 @@ class Content:
                 self._writable = generation
 
     def _put(self, start: int, end: int, value: int) -> None:
-        self._held -= sum(stop - at for at, stop, before in self._map.runs(start, end) if before != PART_HOLE)
-        self._held += end - start if value != PART_HOLE else 0
+        for at, stop, before in self._map.runs(start, end):
+            self._count(before, at - stop)
+        self._count(value, end - start)
         self._map.set(start, end, value)
+
+    def _count(self, value: int, growth: int) -> None:
+        if value != PART_HOLE:
+            self._held += growth
+        if value >= PART_STAGED:
+            self._staged[value - PART_STAGED] += growth
 
     def _changed(self, start: int, end: int) -> None:
         self._changes.set(start, end, _CHANGED)
@@ -263,13 +276,12 @@ class Content:
         self._writable = None
         self.recipe = NO_ID
         self.size = self._held = 0
+        self._staged.clear()
 
     def _prune(self) -> None:
         """Drop generations that the map does not name; where that is the one that takes writes, the next is new."""
-        if not self._generations:
-            return
-        named = self._map.values()
-        for number in [number for number in self._generations if PART_STAGED + number not in named]:
+        for number in [number for number in self._generations if not self._staged[number]]:
+            del self._staged[number]
             generation = self._generations.pop(number)
             generation.frozen = True  # a write that is under way must not bring it back
             self._dropped.append(generation)

@@ -54,18 +54,6 @@ class RangeMap:
             yield start, following, value
             start, value = following, self._values[chunk][index]
 
-    def values(self) -> set[int]:
-        """All values that occur."""
-        return set().union(*self._values)
-
-    def largest(self) -> int:
-        """The largest value that occurs."""
-        return max(map(max, self._values))
-
-    def any_from(self, value: int) -> bool:
-        """Whether some value is at least `value`."""
-        return any(max(values) >= value for values in self._values)
-
     def set(self, start: int, end: int, value: int) -> None:
         """Give a range of offsets one value."""
         if start >= end:

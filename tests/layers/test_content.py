@@ -208,6 +208,12 @@ class ContentMachine(RuleBasedStateMachine):
         parts = self.content.parts(0, TB)
         assert self.content.held == sum(part.length for part in parts if part.kind != PART_HOLE)
         assert self.content.is_staged == any(part.kind == PART_STAGED for part in parts)
+        named = {part.generation for part in parts if part.generation is not None}
+        assert named == {generation for number, generation in self.content._generations.items() if self.staged(number)}
+
+    def staged(self, number: int) -> int:
+        """Bytes from a generation, as the content counts them."""
+        return self.content._staged[number]
 
     @invariant()
     def what_was_journalled_comes_back(self) -> None:
@@ -349,3 +355,19 @@ def test_a_frozen_generation_takes_no_writes() -> None:
     assert content.generation is None
     with pytest.raises(AssertionError, match="frozen"):
         content.wrote(generation, 0, 10)
+
+
+def test_generations_cost_the_same_however_many_pieces_there_are(tmp_path: Path) -> None:
+    """They are asked for at every sync, under the lock."""
+    staging = Staging(tmp_path / "staging", TB, FileOps())
+    content, generation = Content(), staging.create(1)
+    content.begin(generation)
+    times = []
+    for count in (1000, 200_000):
+        for number in range(count):
+            content.wrote(generation, 2 * number, 1)
+        began = time.perf_counter()
+        for _ in range(1000):
+            assert content.generations() == [generation]
+        times.append(time.perf_counter() - began)
+    assert times[1] < 20 * times[0]
