@@ -37,7 +37,13 @@ class _CommandLine(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         before, after = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
         ctx.meta[_COMMAND] = after
-        return super().parse_args(ctx, before)
+        try:
+            return super().parse_args(ctx, before)
+        except click.UsageError as error:
+            if "--" in args:
+                raise
+            message = f"{error.format_message().rstrip('.')}; the command to run goes after `--`"
+            raise click.UsageError(message, ctx) from error
 
 
 @click.command("run", cls=_CommandLine)

@@ -248,6 +248,10 @@ def test_mistakes(run: Run, filled: Path, tmp_path: Path, environment: dict[str,
     for arguments in ([filled], [filled, "true"], [filled, "--"], ["--", "true"], [f"{filled}:other", "--", "true"]):
         done = run("run", *arguments)
         assert (done.code, done.err.count("\n")) == (2, 1), done
+    for arguments in ([filled, "python", "-c", "1"], [filled, "true"]):
+        done = run("run", *arguments)
+        assert done.code == 2
+        assert "the command to run goes after `--`" in done.err
     assert run("run", tmp_path / "absent", "--", "true").code == 3
     assert run("run", filled, "--at", tmp_path / "a" / "b", "--", "true").code == 3
     assert run("run", filled, "--at", tmp_path / "src", "--", "true").code == 2
