@@ -49,9 +49,13 @@ class Live:
     """A live layer at work. A context manager; thread-safe."""
 
     def __init__(self, store: Store, options: LiveOptions | None = None, *, mountpoint: str = "") -> None:
-        """Open the layer of a store that is open for writing; `close` leaves the store open. Raises BusyError."""
+        """Open the layer of a store that is open for writing; `close` leaves the store open. Raises BusyError.
+
+        Whoever mounts it at `mountpoint` calls `layer.refresh` twice a second.
+        """
         options = options or LiveOptions()
         self.store = store
+        self._mounted = bool(mountpoint)
         self.layer = Layer.open(
             store,
             options.layer or default_layer(),
@@ -205,7 +209,9 @@ class Live:
         self._with_room(lambda: self.sealer.tick(time.monotonic()))
 
     def _tell_names(self) -> None:
-        """Let others know soon what was removed here."""
+        """Let others know soon what was removed here. A mount follows the log by itself, with its kernel."""
+        if not self._mounted:
+            self.layer.refresh(time.time_ns())
         if self.layer.state.unbinding:
             self._sync()
 
