@@ -170,6 +170,8 @@ def _mount_in_background(store: str, place: str, options: MountOptions) -> int:
 
 def _busy(mount: Mount) -> str:
     holders = find_holders(mount)
+    # This process may use it by its working directory, with the shell that started it.
+    holders = [holder for holder in holders if holder.pid != os.getpid()] or holders
     lines = [f"{mount.mountpoint} is in use; close these, or unmount with --lazy:"]
     lines += [f"  pid {holder.pid} ({holder.command}): {holder.path}" for holder in holders[: limits.HOLDERS_NAMED]]
     if len(holders) > limits.HOLDERS_NAMED:

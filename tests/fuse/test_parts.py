@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from moonclipfs import limits
 from moonclipfs.errors import LimitError, MountError, NotFoundError, PermissionDeniedError, UsageError
+from moonclipfs.fuse import mount as mount_module
 from moonclipfs.fuse import mounts, nodes
 from moonclipfs.fuse.control import ask, runtime_directory, runtime_path, server_pid
 from moonclipfs.fuse.handles import FileHandle
-from moonclipfs.fuse.holders import find_holders
+from moonclipfs.fuse.holders import Holder, find_holders
 from moonclipfs.fuse.mount import mount
 from moonclipfs.fuse.mounts import mount_at, mount_source
 from moonclipfs.fuse.nodes import NodeTable
@@ -161,6 +162,15 @@ def test_holders_are_found_without_touching_the_mount(tmp_path: Path) -> None:
         )
     finally:
         subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def test_who_unmounts_is_named_only_when_nobody_else_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = mounts.Mount(1, "0:99999", "/mnt/x", "fuse.moonclipfs", "/data/store")
+    own, other = Holder(os.getpid(), "moonclipfs", "/mnt/x"), Holder(1, "bash", "/mnt/x")
+    monkeypatch.setattr(mount_module, "find_holders", lambda _: [own, other])
+    assert mount_module._busy(mount).splitlines()[1:] == ["  pid 1 (bash): /mnt/x"]
+    monkeypatch.setattr(mount_module, "find_holders", lambda _: [own])
+    assert f"pid {own.pid} " in mount_module._busy(mount)
 
 
 def test_the_control_socket_answers_its_owner(small: Mounted) -> None:
