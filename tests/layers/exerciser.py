@@ -89,8 +89,6 @@ class Side:
 
     def seek_end(self, slot: int) -> Value:
         if stat.S_ISDIR(os.fstat(self.fds[slot]).st_mode):
-            return None  # a number that means something to the file system alone
-        if stat.S_ISDIR(os.fstat(self.fds[slot]).st_mode):
             return None  # where a directory ends is each file system's own affair
         return os.lseek(self.fds[slot], 0, os.SEEK_END)
 

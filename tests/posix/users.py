@@ -49,7 +49,7 @@ class Worker:
         self._process.start()
         theirs.close()
 
-    def call(self, directory: os.PathLike[str], call: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
+    def call(self, directory: str | os.PathLike[str], call: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
         """The outcome of `call(*arguments)` in a directory; the function has to be one of a module."""
         self._pipe.send((os.fspath(directory), call, arguments))
         answer: tuple[str, Any] = self._pipe.recv()
@@ -86,7 +86,7 @@ def run_as(user: User, call: Callable[..., Any], arguments: Sequence[Any] = (), 
     """Make one call as a user; raises AssertionError with the errno when it fails."""
     worker = Worker(user)
     try:
-        what, value = worker.call(os.fspath(directory), call, *arguments)  # type: ignore[arg-type]
+        what, value = worker.call(directory, call, *arguments)
     finally:
         worker.close()
     assert what == "ok", value
