@@ -32,6 +32,22 @@ class Channel:
             self._socket.sendall(_LENGTH.pack(len(data)))
             self._socket.sendall(data)
 
+    def offer(self, message: Mapping[str, Any]) -> bool:
+        """Send a short message if that waits for nothing; else it is not sent. Raises OSError as `send` does."""
+        data = msgpack.packb(message, use_bin_type=True)
+        data = _LENGTH.pack(len(data)) + data
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            sent = self._socket.send(data, socket.MSG_DONTWAIT)
+            if sent < len(data):  # hardly ever, of something so short
+                self._socket.sendall(data[sent:])
+        except BlockingIOError:
+            return False
+        finally:
+            self._lock.release()
+        return True
+
     def receive(self) -> dict[str, Any] | None:
         """The next message; None when the other end is gone. Waits."""
         head = self._exactly(_LENGTH.size)

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ class WorkerProcess:
             number, self._next = self._next, self._next + 1
             self._open[number] = answer
         try:
-            self.tell(op, id=number, **fields)
+            self._send({"op": op, "id": number, **fields})
         except BaseException:
             with self._lock:
                 self._open.pop(number, None)
@@ -94,11 +96,15 @@ class WorkerProcess:
             del answer
 
     def tell(self, op: str, **fields: Any) -> None:
-        """Send what is not answered; to a dead process it is lost, which `ask` says."""
-        try:
-            self._channel.send({"op": op, **fields})
-        except OSError:
-            pass  # the reader notices, and ends whoever waits
+        """Send what is not answered, and may be lost: when it would have to wait, and to a dead process. Waits for
+        nothing.
+        """
+        with suppress(OSError):  # the reader notices, and ends whoever waits
+            self._channel.offer({"op": op, **fields})
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # as above
+            self._channel.send(request)
 
     def stop(self) -> None:
         """End it, in order if it can, and wait until it is gone. What is under way raises WorkerDiedError."""

@@ -39,7 +39,7 @@ from moonclipfs.layers.tree import Tree
 from moonclipfs.store.gc import collect
 from moonclipfs.store.leases import LeaseState, live_leases
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import Mounted, Mounter, eventually, patched_server
+from tests.fuse.conftest import Mounted, Mounter, eventually, patched_server, processes_of
 from tests.fuse.test_parts import NoReader, node
 from tests.layers.publish import publish
 from tests.layers.test_holds import FakeLease
@@ -505,3 +505,24 @@ Tree.changed = changed
         time.sleep(2 * limits.LEASE_REFRESH_SECONDS)
         failing.unlink()
         eventually((mounted.path / "run/a/x").exists)
+
+
+def test_many_who_wait_for_room_stop_nobody_else(store: Store, mounter: Mounter) -> None:
+    """The process that encodes takes nothing for a while, and staging is full: the mount answers all else."""
+    mounted = mounter(store.path, read_only=False, staging_limit=2 * MIB)
+    (mounted.path / "first").write_bytes(b"1" * MIB)
+    ask(str(mounted.path), "flush", None)
+    encoding = [pid for pid in processes_of(mounted.store) if pid != mounted.pid]
+    code = "import os, sys\nwith open(sys.argv[1], 'wb', 0) as f:\n for _ in range(8): f.write(os.urandom(1 << 20))"
+    for pid in encoding:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        writers = [subprocess.Popen([sys.executable, "-c", code, mounted.path / f"{n}"]) for n in range(20)]
+        time.sleep(4)
+        assert any(writer.poll() is None for writer in writers)
+        assert ask(str(mounted.path), "ping")["pid"] == mounted.pid
+        assert (mounted.path / "first").read_bytes() == b"1" * MIB
+    finally:
+        for pid in encoding:
+            os.kill(pid, signal.SIGCONT)
+    assert [writer.wait(60) for writer in writers] == [0] * 20
