@@ -200,7 +200,8 @@ def _not_found(names: Names, spec: str) -> str:
     if removed:
         return f"{spec} was removed; its last kept version is {spec}@{removed[-1]}"
     close = close_names(spec, names.bound())
-    return f"no snapshot {spec}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+    hint = f"did you mean {' or '.join(close)}?" if close else "what a mount has becomes one once it is sealed"
+    return f"no snapshot {spec}; {hint}"
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:
