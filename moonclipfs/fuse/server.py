@@ -13,18 +13,21 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import pyfuse3
 import trio
 
 from moonclipfs import limits
-from moonclipfs.errors import FuseUnavailableError, MountError
+from moonclipfs.errors import FuseUnavailableError, MountError, NoSpaceError
 from moonclipfs.fuse import initflags
 from moonclipfs.fuse.control import ControlServer, runtime_path
 from moonclipfs.fuse.mounts import FILE_SYSTEM, mount_source
 from moonclipfs.fuse.operations import Operations
 from moonclipfs.fuse.prepare import NO_FUSE_HINT, MountOptions
 from moonclipfs.fuse.serving import SIGNALS, Server
+from moonclipfs.store import reserve
 from moonclipfs.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -47,10 +50,7 @@ def serve(store_path: str, place: str, options: MountOptions, ready: Callable[[]
     """
     socket_path = runtime_path(place, "sock")
     purpose = f"mount, control socket {socket_path}, at {place}"[:_PURPOSE_CHARACTERS]
-    with (
-        Store.open(store_path, write=not options.read_only, purpose=purpose, cache_bytes=options.cache_bytes) as store,
-        _signals_noted() as noted,
-    ):
+    with _opened(store_path, options, purpose) as store, _signals_noted() as noted:
         server = _server_class(options)(store, place, options, noted)
         source = mount_source(os.path.realpath(store_path))
         try:
@@ -67,6 +67,17 @@ def serve(store_path: str, place: str, options: MountOptions, ready: Callable[[]
         finally:
             server.close()
     return MountError.exit_code if server.problems else 0
+
+
+def _opened(path: str, options: MountOptions, purpose: str) -> Store:
+    """The store, also on a full disk: what is to make room there can be removed through a mount only."""
+    opening = partial(Store.open, path, write=not options.read_only, purpose=purpose, cache_bytes=options.cache_bytes)
+    try:
+        return opening()
+    except NoSpaceError:
+        if not reserve.lend(Path(path)):
+            raise
+        return opening()
 
 
 def _server_class(options: MountOptions) -> type[Server]:

@@ -8,6 +8,7 @@ released. Until it is journalled, its staged bytes are the truth.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -188,13 +189,13 @@ class Encoder:
     def _chunk(self) -> list[Task]:
         """The files to encode next. One at which the process may have died goes alone."""
         chunk: list[Task] = []
-        size = 0
+        size, most = 0, min(limits.ENCODE_CHUNK_BYTES, self._room())
         while self._waiting and len(chunk) < limits.ENCODE_CHUNK_FILES:
             task = self._waiting[0]
             if self._is_gone(task):
                 self._waiting.popleft()
                 continue
-            if chunk and (task.crashes or size + task.staged_bytes > limits.ENCODE_CHUNK_BYTES):
+            if chunk and (task.crashes or size + task.staged_bytes > most):
                 break
             chunk.append(self._waiting.popleft())
             size += task.staged_bytes
@@ -223,11 +224,19 @@ class Encoder:
             return True
         if not batch.tasks:
             return False
-        if batch.bytes >= limits.ENCODE_BATCH_BYTES or self._alone:
+        if batch.bytes >= min(limits.ENCODE_BATCH_BYTES, self._room()) or self._alone:
             return True
         if not self._waiting and (self._waited or self._has_pressure()):
             return True
         return now - batch.began > limits.ENCODE_BATCH_SECONDS or now - batch.grew > limits.ENCODE_IDLE_SECONDS
+
+    def _room(self) -> int:
+        """How much may be stored before what was staged of it is deleted: the disk may be nearly full."""
+        try:
+            disk = os.statvfs(self._store_path)
+        except OSError:
+            return limits.ENCODE_BATCH_BYTES  # what is wrong is told when the store is opened
+        return disk.f_bavail * disk.f_frsize // 2
 
     # The thread
 

@@ -29,19 +29,31 @@ def release(root: Path) -> bool:
         return True
 
 
+def lend(root: Path) -> bool:
+    """Give a little of the reserve back to the file system, as much as a lease and a layer take to be opened. Returns
+    False when there was none.
+    """
+    path = _file(root)
+    with os_errors(f"shorten {path}"):
+        try:
+            size = os.stat(path).st_size
+            os.truncate(path, max(0, size - limits.RESERVE_LOAN_BYTES))
+        except FileNotFoundError:
+            return False
+        return size > 0
+
+
 def take(root: Path) -> bool:
     """Preallocate `limits.RESERVE_BYTES` unless that is done, whoever did it.
 
-    Returns False when the disk is too full for it, or, with a warning, when something else is in the way: a reserve
-    that is missing harms nothing before the disk is full.
+    Returns False when the disk is too full for it, where what there was stays, or, with a warning, when something else
+    is in the way: a reserve that is missing harms nothing before the disk is full.
     """
     path = _file(root)
     try:
         with os_errors(f"reserve space in {path}"):
             _preallocate(path, mode_of_files(root))
     except NoSpaceError:
-        with suppress(OSError):
-            os.unlink(path)
         return False
     except MoonclipError as error:
         log.warning("%s: without it, forget and gc may fail on a full disk", error)
@@ -50,8 +62,10 @@ def take(root: Path) -> bool:
 
 
 def _preallocate(path: str, mode: int) -> None:
+    before = 0
     with suppress(FileNotFoundError):
         found = os.stat(path)
+        before = found.st_size
         if min(found.st_size, found.st_blocks * 512) >= limits.RESERVE_BYTES:
             return
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
@@ -60,5 +74,11 @@ def _preallocate(path: str, mode: int) -> None:
         if os.fstat(fd).st_uid == os.geteuid():
             os.fchmod(fd, mode)
         os.posix_fallocate(fd, 0, limits.RESERVE_BYTES)
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(fd, before)
+            if not before:
+                os.unlink(path)
+        raise
     finally:
         os.close(fd)

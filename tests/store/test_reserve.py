@@ -46,6 +46,19 @@ def test_taken_given_back_and_not_left_half(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(tmp_path) == []
 
 
+def test_a_part_is_lent_and_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RESERVE_LOAN_BYTES", 4096)
+    assert not reserve.lend(tmp_path)
+    assert reserve.take(tmp_path)
+    assert reserve.lend(tmp_path) and (tmp_path / "reserve").stat().st_size == 4096
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", failing(FULL))
+        assert not reserve.take(tmp_path)
+    assert (tmp_path / "reserve").stat().st_size == 4096
+    assert reserve.take(tmp_path) and (tmp_path / "reserve").stat().st_blocks * 512 >= 8192
+    assert reserve.lend(tmp_path) and reserve.lend(tmp_path) and not reserve.lend(tmp_path)
+
+
 @pytest.mark.parametrize("leftover", [b"", b"x" * 5000])
 def test_one_that_is_too_small_is_completed(tmp_path: Path, leftover: bytes) -> None:
     (tmp_path / "reserve").write_bytes(leftover)
