@@ -19,6 +19,7 @@ from moonclipfs.errors import UsageError
 from moonclipfs.layers.watching import Absorbed, Watcher, watch, watch_once
 from moonclipfs.store.log import parse_spec
 from moonclipfs.store.provenance import collect
+from moonclipfs.types import Version
 
 _LOOK_SECONDS = 0.5
 
@@ -80,6 +81,7 @@ def command(
             as_name=target.spec or name,
             keep_plain=keep_plain,
             quiet=quiet,
+            deleted=_print_deleted,
             provenance=None if no_provenance else collect([PROGRAM, *context.obj], Path.cwd()),
         )
         for absorbed in (watch_once if once else watch)(watcher, stop):
@@ -105,6 +107,10 @@ def _print(absorbed: Absorbed) -> None:
     name = f"{absorbed.version.path}@{absorbed.version.number}"
     how = "stored and verified" if absorbed.new else "there already, verified"
     click.echo(f"{printable(str(absorbed.path))}: {how} as {printable(name)}")
+
+
+def _print_deleted(path: Path, version: Version) -> None:
+    click.echo(f"{printable(str(path))}: deleted, {printable(version.path)}@{version.number} has it")
 
 
 @contextmanager

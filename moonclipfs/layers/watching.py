@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,11 +103,13 @@ class Watcher:
         keep_plain: int | None = None,
         quiet: float = limits.WATCH_QUIET_SECONDS,
         provenance: Mapping[str, object] | None = None,
+        deleted: Callable[[Path, Version], None] = lambda path, version: None,
     ) -> None:
         """Checkpoints become snapshots below `as_name`, by default the name of the directory.
 
         Of those beside each other only the newest `keep_plain` stay as plain files; all do without. `quiet` are the
-        seconds for which one must not have changed. `store` is open for writing. Raises NotFoundError, UsageError.
+        seconds for which one must not have changed. `deleted` is told what has left the disk.
+        `store` is open for writing. Raises NotFoundError, UsageError.
         """
         self._directory = Path(os.path.realpath(directory))
         if not self._directory.is_dir():
@@ -119,6 +121,7 @@ class Watcher:
         self._keep_plain = keep_plain
         self._quiet = quiet
         self._provenance = provenance
+        self._deleted = deleted
         self._units: dict[bytes, _Unit] = {}
         self._tidied: set[bytes] = set()
         status = os.stat(store.path)
@@ -256,7 +259,8 @@ class Watcher:
             unit.trouble = str(error)
             log.warning("%s stays: %s", shown, error)
         else:
-            log.info("%s is in the store as %s, and was deleted", shown, unit.version and unit.version.path)
+            assert unit.version is not None
+            self._deleted(Path(shown), unit.version)
 
 
 class _PlainFiles:

@@ -49,6 +49,7 @@ def test_keep_plain_and_a_name(run: Run, tmp_path: Path, output: Path) -> None:
     done = run("watch", "--once", "--quiet", "0", "--keep-plain", "1", output, f"{tmp_path}/store:team/run1")
     assert done.code == 0, done.err
     assert [path.name for path in output.iterdir()] == ["step-2"]
+    assert f"{output}/step-1: deleted, team/run1/step-1@1 has it" in done.out.splitlines()
     assert names(run, tmp_path / "store") == ["team/run1/step-1", "team/run1/step-2"]
     assert run("verify", tmp_path / "store").code == 0
 
