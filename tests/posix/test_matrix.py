@@ -7,10 +7,13 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moonclipfs.fuse.control import ask
+from tests.fuse.conftest import eventually
 from tests.posix.conftest import Shared
 from tests.posix.matrix import ONE_PATH, PATHS, SET_IDS, TWO_PATHS, Times, build, chown_nothing, look
 from tests.posix.users import OWNER, ROOT, USERS, User, Worker
@@ -24,20 +27,32 @@ TICK_SECONDS = 0.006
 class Beside:
     """The same calls in two trees by one user; the trees are made anew after a change."""
 
-    def __init__(self, shared: Shared, user: User) -> None:
+    def __init__(self, shared: Shared, user: User, *, stored: bool = False) -> None:
+        """`stored` is for trees of a mount that are unchanged snapshots."""
         self.shared = shared
         self.worker = Worker(user)
         self.plain = shared.plain / "tree"
         self.mount = shared.mount / "tree"
         self.succeeded = 0
+        self._stored = stored
+        self._made = 0
+        if stored:
+            _build(shared.mount / "base")
+            ask(str(shared.mounted.path), "seal", None, path="side/base")
         self._make()
 
     def _make(self) -> None:
-        for root in (self.plain, self.mount):
-            if root.exists():
-                shutil.rmtree(root)
-            root.mkdir()
-            build(root)
+        _build(self.plain)
+        if self._stored:
+            if self._made:
+                shutil.rmtree(self.mount)
+            self._made += 1
+            self.mount = self.shared.mount / f"tree{self._made}"
+            target = f"side/{self.mount.name}"
+            ask(str(self.shared.mounted.path), "clone", None, source="side/base", target=target)
+            eventually(self.mount.exists)
+        else:
+            _build(self.mount)
         self.before = {root: look(root) for root in (self.plain, self.mount)}
         assert self.before[self.plain][0] == self.before[self.mount][0]
         time.sleep(TICK_SECONDS)
@@ -72,6 +87,13 @@ class Beside:
         assert self.succeeded
 
 
+def _build(root: Path) -> None:
+    if root.exists():
+        shutil.rmtree(root)
+    root.mkdir()
+    build(root)
+
+
 def _moved(before: Times, after: Times) -> dict[str, tuple[bool, bool]]:
     """Of each inode that was there already and has changed: whether its mtime and its ctime have."""
     moved = {}
@@ -85,6 +107,13 @@ def _moved(before: Times, after: Times) -> dict[str, tuple[bool, bool]]:
 @pytest.fixture(params=USERS, ids=lambda user: user.name)
 def beside(request: pytest.FixtureRequest, shared: Shared) -> Iterator[Beside]:
     both = Beside(shared, request.param)
+    yield both
+    both.worker.close()
+
+
+@pytest.fixture(params=USERS, ids=lambda user: user.name)
+def beside_stored(request: pytest.FixtureRequest, shared: Shared) -> Iterator[Beside]:
+    both = Beside(shared, request.param, stored=True)
     yield both
     both.worker.close()
 
@@ -105,6 +134,18 @@ def test_some_calls_do_what_they_do_on_ext4(beside: Beside) -> None:
     """Every call has the errno and the effects of ext4, whoever makes it: a sample."""
     rng = random.Random(0)
     beside.check_all(rng.sample(singles(beside.worker.user), 80) + rng.sample(pairs(), 60))
+
+
+def test_calls_change_a_snapshot_as_they_change_ext4(beside_stored: Beside) -> None:
+    """Calls on what is stored, and was not changed before, have the errno and the effects of ext4."""
+    rng = random.Random(2)
+    beside_stored.check_all(rng.sample(singles(beside_stored.worker.user), 80) + rng.sample(pairs(), 60))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_call_of_one_path_changes_a_snapshot_as_it_changes_ext4(beside_stored: Beside) -> None:
+    beside_stored.check_all(singles(beside_stored.worker.user))
 
 
 @pytest.mark.slow
