@@ -83,7 +83,7 @@ class Reclaimer:
                 self._forget_dropped(names)
                 self._call(expired)
             elif now >= self._again_at:
-                self._call(())
+                self._collect()
             state = self._state()
             if state != self._estimated and now >= self._rest_until:
                 self._estimate(names, now)
@@ -156,7 +156,11 @@ class Reclaimer:
         self._rest_until = now + _REST * (time.monotonic() - started)
         self.reclaimable = answer["freed"]
         if answer["dead"] >= max(limits.RECLAIM_BYTES, limits.RECLAIM_SHARE * answer["packs"]):
-            self._call(())
+            self._collect()
+
+    def _collect(self) -> None:
+        """Free what nothing needs; it is among what is reclaimable, which statfs counts as free beside the disk's."""
+        self.reclaimable = max(0, self.reclaimable - self._call(()))
 
     def _forget_dropped(self, names: Names, least: int = 1) -> None:
         """Write the journal anew if it names `least` bytes that no file of the layer needs any more, or a removed

@@ -283,6 +283,7 @@ def test_dead_packs_go_without_anybody_asking(case: Case, monkeypatch: pytest.Mo
     case.encoder.encoded_bytes += 2 * MIB
     reclaimer.tick(1000.0)
     assert packs(case.store) == before
+    assert reclaimer.reclaimable < 0.1 * MIB, "it is free already, and must not count twice"
 
 
 def test_what_somebody_reads_goes_when_it_is_closed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
