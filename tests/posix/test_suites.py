@@ -36,13 +36,13 @@ FIO_JOBS = {
 STRESSORS = (
     "access", "aio", "aiol", "chattr", "chdir", "chmod", "chown", "copy-file", "dentry", "dir", "dirdeep", "dirmany",
     "dnotify", "dup", "fallocate", "fanotify", "fault", "fcntl", "file-ioctl", "filename", "flock", "fpunch", "fsize",
-    "fstat", "handle", "hdd", "inode-flags", "inotify", "io", "iomix", "lease", "link", "locka", "lockf",
+    "fstat", "handle", "hdd", "inode-flags", "inotify", "iomix", "lease", "link", "locka", "lockf",
     "lockofd", "metamix", "mincore", "mknod", "mmap", "mmapfork", "msync", "open", "readahead", "rename", "revio",
     "seek", "sendfile", "splice", "symlink", "sync-file", "touch", "utime", "xattr",
 )  # fmt: skip
 """Of the class `filesystem`, and others that work on files. Not here, since a mount has nothing for them: binderfs,
-procfs, ioprio, eventfd (no files of the mount), bind-mount (needs a namespace), getdent (walks all mounts of the host,
-dead ones too), fiemap and verity (ioctls of the disk's own file systems: these skip themselves).
+procfs, ioprio, eventfd (no files of the mount), bind-mount (needs a namespace), getdent and io (they go to all mounts
+of the host, dead ones too), fiemap and verity (ioctls of the disk's own file systems: these skip themselves).
 """
 CPYTHON = (
     "test_array", "test_bufio", "test_bz2", "test_cmd_line_script", "test_compileall", "test_configparser", "test_csv",
