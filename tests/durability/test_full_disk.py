@@ -157,9 +157,9 @@ def test_kills_while_the_disk_is_full(disk: Path, mounter: Mounter, expect_log: 
         full.kill()
         full.mount()
         full.check()
-        full.remove(full.rng.randrange(1, len(full.synced)))
-        if full.rng.random() < 0.5:
-            full.works_again()
+        full.remove(full.rng.randrange(3, len(full.synced)))
+        eventually(lambda: full.save() == 0, 60)
+        full.check()
     full.remove(len(full.synced) // 2)
     full.works_again()
     full.end()
