@@ -83,8 +83,8 @@ def _fusermount(mounted: Mounted) -> None:
     "end",
     [
         _signal(signal.SIGTERM),
-        _signal(signal.SIGINT),
-        lambda mounted: unmount(mounted.path),
+        pytest.param(_signal(signal.SIGINT), marks=pytest.mark.slow),
+        pytest.param(lambda mounted: unmount(mounted.path), marks=pytest.mark.slow),
         _fusermount,
         lambda mounted: unmount(mounted.path, lazy=True),
     ],
@@ -135,6 +135,7 @@ def test_r081_r095_a_mount_after_a_kill_comes_up_at_once(
     is_stored(live.store, "run/checkpoint-1", files, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_r083_a_server_that_was_stopped_goes_on_with_what_gc_left(live: Mounted, tmp_path: Path) -> None:
     """A stopped server is not taken for dead on its host: gc beside it takes nothing that it needs."""
     first = save(live.path / "run/checkpoint-1")
@@ -182,6 +183,7 @@ def test_r037_another_mount_sees_a_file_whole_or_not_at_all(live: Mounted, mount
     assert seen == {data}
 
 
+@pytest.mark.slow
 def test_r071_r073_gc_is_killed_beside_a_mount_that_saves(
     store: Store, live: Mounted, mounter: Mounter, tmp_path: Path, expect_log: Callable[[str], None]
 ) -> None:
