@@ -26,6 +26,7 @@ Answer = Callable[[], Mapping[str, Any]]
 """Answers at once, on the event loop."""
 Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """May take long; called on a thread with the arguments of the request. Its MoonclipErrors reach whoever asked."""
+_CONNECT_SECONDS = 5.0
 _PEER = struct.Struct("3i")
 MOUNT_VARIABLE = "MOONCLIPFS_MOUNT"
 """In the environment of a command that has a mount of its own: the mountpoint."""
@@ -228,6 +229,7 @@ def connect(mountpoint: str) -> socket.socket:
     """A connection to the server of the mount at a real path. Raises NotFoundError, PermissionDeniedError."""
     path = runtime_path(mountpoint, "sock")
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.settimeout(_CONNECT_SECONDS)  # of a server that was killed and cannot end, nobody takes the call
     try:
         client.connect(str(path))
     except OSError as error:

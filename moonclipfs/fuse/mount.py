@@ -21,6 +21,7 @@ from moonclipfs.errors import BusyError, MoonclipError, MountError, NotFoundErro
 from moonclipfs.fuse import initflags
 from moonclipfs.fuse.control import ask, ask_on, connect, peer_pid, runtime_path, server_pid
 from moonclipfs.fuse.holders import find_holders
+from moonclipfs.fuse.killed import abort, killed_server
 from moonclipfs.fuse.mounts import Mount, find_mounts, mount_at, real_place
 from moonclipfs.fuse.prepare import MountOptions, detach, prepare
 from moonclipfs.store.layerdirs import DIRECTORY, layer_holder, layer_names
@@ -68,6 +69,8 @@ def unmount(
     if found is None or not found.is_ours:
         raise NotFoundError(f"no store is mounted at {place}")
     waits = found.writable and not lazy
+    if (killed := killed_server(found)) is not None:
+        abort(found, killed)  # else whoever waits for it would do so for ever
     with ExitStack() as stack:
         # The server does not end before whoever is connected has asked what could not be stored.
         server = _connected(place)

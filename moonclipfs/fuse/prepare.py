@@ -22,6 +22,7 @@ from moonclipfs.errors import (
     ReadOnlyError,
     UsageError,
 )
+from moonclipfs.fuse.killed import abort, killed_server
 from moonclipfs.fuse.mounts import Mount, mount_at, real_place
 from moonclipfs.store.backend import os_errors
 
@@ -154,6 +155,15 @@ def detach(place: str, *, lazy: bool) -> subprocess.CompletedProcess[str]:
 def _check_mount_in_the_way(mount: Mount) -> None:
     """Clear a dead mount of ours. Raises BusyError for a living one of ours, MountError for a foreign dead one."""
     state = _answer_of(mount.mountpoint)
+    if state is None and mount.is_ours and (pid := killed_server(mount)) is not None:
+        if not abort(mount, pid):
+            raise MountError(
+                f"the server of {mount.mountpoint} was killed (pid {pid}), and the kernel waits for it: as root, "
+                f"`umount --force {mount.mountpoint}`"
+            )
+        if mount_at(mount.mountpoint) != mount:
+            return
+        state = _answer_of(mount.mountpoint)
     if state == errno.ECONNABORTED:  # the server was being killed when it was asked
         state = _answer_of(mount.mountpoint)
     if state == errno.ENOTCONN:
