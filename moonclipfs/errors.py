@@ -131,6 +131,12 @@ class TooManyLinksError(LimitError):
     errno = errno.EMLINK
 
 
+class TooManyOpenError(LimitError):
+    """A mount has as many files open, or as many names in use, as it can have."""
+
+    errno = errno.ENFILE
+
+
 class NotPermittedError(PermissionDeniedError):
     """The operation is not allowed on this kind of thing, whoever asks."""
 

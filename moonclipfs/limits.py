@@ -149,6 +149,11 @@ SYNC_THREADS = 32
 CONTROL_LINE_BYTES = 64 * KIB
 CONTROL_ANSWER_BYTES = 64 * MIB
 CONTROL_CLIENTS = 16
+"""Requests of one kind that may take long, in work at one time; more of that kind wait their turn."""
+CONTROL_CONNECTIONS = 128
+"""Clients of a control socket; past it, the one that was silent for the longest time is dropped."""
+CONTROL_IDLE_SECONDS = 600.0
+"""A client that asks nothing for so long is dropped."""
 MOUNT_LOG_BYTES = 8 * MIB
 """The log file of a mount; one older one is kept beside it."""
 HOLDERS_NAMED = 10

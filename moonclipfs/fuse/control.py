@@ -72,8 +72,11 @@ class ControlServer:
         self.path = path
         self._operations = operations
         self._verbs = verbs or {}
-        self._threads = trio.CapacityLimiter(limits.CONTROL_CLIENTS)
+        # Of each kind, so that who waits for a long one is in nobody else's way.
+        self._threads = {name: trio.CapacityLimiter(limits.CONTROL_CLIENTS) for name in self._verbs}
         self._connected = 0
+        self._silent: dict[trio.CancelScope, None] = {}
+        """The clients that have nothing asked, longest silent first."""
         self._left = trio.Event()
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -88,7 +91,7 @@ class ControlServer:
         finally:
             os.umask(before)
         self._status = os.lstat(path)
-        self._socket.listen(limits.CONTROL_CLIENTS)
+        self._socket.listen(limits.CONTROL_CONNECTIONS)
 
     def __enter__(self) -> ControlServer:
         return self
@@ -105,13 +108,13 @@ class ControlServer:
 
     async def serve(self) -> None:
         """Answer until cancelled. Whatever goes wrong with a client ends the talk with that one only."""
-        clients = trio.CapacityLimiter(limits.CONTROL_CLIENTS)
 
         async def client(stream: trio.SocketStream) -> None:
             self._connected += 1
             try:
-                async with clients, stream:
-                    await self._talk(stream)
+                async with stream:
+                    if self._connected <= limits.CONTROL_CONNECTIONS or self._drop_silent():
+                        await self._talk(stream)
             except Exception:
                 log.exception("unexpected error at the control socket")
             finally:
@@ -127,6 +130,25 @@ class ControlServer:
             self._left = trio.Event()
             await self._left.wait()
 
+    def _drop_silent(self) -> bool:
+        """Drop who was silent for the longest time; False when all wait for an answer."""
+        scope = next(iter(self._silent), None)
+        if scope is None:
+            return False
+        del self._silent[scope]
+        scope.cancel()
+        return True
+
+    async def _receive(self, stream: trio.SocketStream) -> bytes:
+        """What a client says next; nothing when it has left, or was silent for too long."""
+        with trio.move_on_after(limits.CONTROL_IDLE_SECONDS) as scope:
+            self._silent[scope] = None
+            try:
+                return bytes(await stream.receive_some())
+            finally:
+                self._silent.pop(scope, None)
+        return b""
+
     async def _talk(self, stream: trio.SocketStream) -> None:
         credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         _, uid, _ = _PEER.unpack(credentials)
@@ -134,7 +156,7 @@ class ControlServer:
             return
         received = bytearray()
         with contextlib.suppress(trio.BrokenResourceError):
-            async for data in stream:
+            while data := await self._receive(stream):
                 received += data
                 while (end := received.find(b"\n")) >= 0 and end < limits.CONTROL_LINE_BYTES:
                     line = bytes(received[:end])
@@ -157,7 +179,9 @@ class ControlServer:
             if quick is not None:
                 return quick()
             assert slow is not None
-            return await trio.to_thread.run_sync(_do, slow, request, limiter=self._threads, abandon_on_cancel=True)
+            return await trio.to_thread.run_sync(
+                _do, slow, request, limiter=self._threads[name], abandon_on_cancel=True
+            )
         except MoonclipError as error:
             return _error(error)
         except (KeyError, TypeError, ValueError) as error:

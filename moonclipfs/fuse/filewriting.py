@@ -21,7 +21,7 @@ from pyfuse3 import FileHandleT as Handle
 from pyfuse3 import InodeT as Number
 
 from moonclipfs import limits
-from moonclipfs.errors import LimitError, NoSpaceError, NotFoundError, StagingFullError
+from moonclipfs.errors import LimitError, NoSpaceError, NotFoundError, StagingFullError, TooManyOpenError
 from moonclipfs.fuse import initflags
 from moonclipfs.fuse.handles import ReadHandle
 from moonclipfs.fuse.operations import Operations, answers, entry_attributes, let_go
@@ -179,9 +179,9 @@ class FileOperations(Operations):
     # Opening
 
     def check_handles(self) -> None:
-        """Raise LimitError when one more open file or directory would be too many."""
+        """Raise TooManyOpenError when one more open file or directory would be too many."""
         if len(self.open_files) + len(self.open_directories) + len(self.handles) >= limits.OPEN_HANDLES:
-            raise LimitError(f"{limits.OPEN_HANDLES} files are open already")
+            raise TooManyOpenError(f"{limits.OPEN_HANDLES} files are open already")
 
     @answers
     async def open(self, inode: Number, flags: int, ctx: RequestContext) -> FileInfo:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from moonclipfs import limits
-from moonclipfs.errors import LimitError
+from moonclipfs.errors import TooManyOpenError
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.tree import Node
 from moonclipfs.types import Buffer, Version
@@ -112,7 +112,7 @@ class Handles:
         return len(self.files) + len(self.directories)
 
     def open_file(self, inode: int, node: Node, reader: Reader, sequence: int) -> int:
-        """Count one more user of a file; return its handle. Raises LimitError."""
+        """Count one more user of a file; return its handle. Raises TooManyOpenError."""
         handle = self.files.get(inode)
         if handle is None:
             self._make_room(node)
@@ -130,7 +130,7 @@ class Handles:
             self._holds.unpin(handle.sequence)
 
     def open_directory(self, node: Node, names: list[bytes], sequence: int) -> int:
-        """Keep a listing; return its handle. Raises LimitError."""
+        """Keep a listing; return its handle. Raises TooManyOpenError."""
         self._make_room(node)
         self._last_directory += 1
         self.directories[self._last_directory] = DirectoryHandle(node, names, sequence)
@@ -156,4 +156,4 @@ class Handles:
 
     def _make_room(self, node: Node) -> None:
         if len(self) >= limits.OPEN_HANDLES:
-            raise LimitError(f"{node.place}: {limits.OPEN_HANDLES} files are open already")
+            raise TooManyOpenError(f"{node.place}: {limits.OPEN_HANDLES} files are open already")

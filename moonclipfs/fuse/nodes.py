@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from moonclipfs import limits
-from moonclipfs.errors import LimitError
+from moonclipfs.errors import TooManyOpenError
 from moonclipfs.layers.tree import ROOT_INODE, Node, inode_number
 
 _ATTEMPTS = [b"", *(b"\0%d" % attempt for attempt in range(64))]
@@ -29,11 +29,11 @@ class NodeTable:
         return len(self._nodes)
 
     def remember(self, node: Node) -> int:
-        """Count one more mention of a node to the kernel; return its inode number. Raises LimitError."""
+        """Count one more mention of a node to the kernel; return its inode number. Raises TooManyOpenError."""
         inode, attempt = self._place(node)
         if inode not in self._nodes:
             if len(self._nodes) >= limits.NODES:
-                raise LimitError(f"{node.place}: the kernel knows {limits.NODES} names already")
+                raise TooManyOpenError(f"{node.place}: the kernel knows {limits.NODES} names already")
             self._mentions[inode] = 0
             if attempt:
                 self._moved[node.identity] = inode
@@ -82,4 +82,4 @@ class NodeTable:
             known = self._nodes.get(inode)
             if known is None or known.identity == identity:
                 return inode, attempt
-        raise LimitError(f"{node.place}: no free inode number")
+        raise TooManyOpenError(f"{node.place}: no free inode number")

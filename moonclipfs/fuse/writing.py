@@ -22,7 +22,7 @@ from pyfuse3 import ModeT as Mode
 from pyfuse3 import XAttrNameT as XattrName
 
 from moonclipfs import limits
-from moonclipfs.errors import ExistsError, LimitError, NotFoundError
+from moonclipfs.errors import ExistsError, LimitError, NotFoundError, TooManyOpenError
 from moonclipfs.fuse.filewriting import LIVE_BIT, FileOperations, LiveDirectory, LiveFile, is_live, is_live_handle
 from moonclipfs.fuse.operations import DOTS, answers
 from moonclipfs.fuse.reading import Reads
@@ -71,7 +71,7 @@ class LiveOperations(FileOperations):
     def mention(self, inode: Inode, status: Status, timeout: float | None = None) -> EntryAttributes:
         """The attributes of an inode that the kernel is about to be told of."""
         if inode.number not in self.known and len(self.known) >= limits.NODES:
-            raise LimitError(f"the kernel knows {limits.NODES} names already")
+            raise TooManyOpenError(f"the kernel knows {limits.NODES} names already")
         self.layer.remember(inode)
         self.known[inode.number] = inode
         return self.attributes_of(inode, status, timeout)
@@ -231,14 +231,14 @@ class LiveOperations(FileOperations):
         self, parent_inode: Number, name: Name, mode: Mode, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
         """open(2) with O_CREAT."""
-        new = True
         try:
             inode = await self._make(parent_inode, name, EntryType.FILE, mode, ctx)
-        except ExistsError:  # somebody else made it, and the kernel does not know that yet
+        except ExistsError as error:
             if flags & os.O_EXCL:
                 raise
-            inode, new = await self._ask(self.layer.lookup, self.inode(parent_inode), name), False
-        info = await self.open_inode(inode, flags, ctx, new=new)
+            # Somebody else made it, and the kernel, which checks modes, does not know that yet: it is to look again.
+            raise FUSEError(errno.ESTALE) from error
+        info = await self.open_inode(inode, flags, ctx, new=True)
         try:
             return info, await self._mention_new(inode)
         except BaseException:

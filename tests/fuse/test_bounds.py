@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_names_of_a_listing_that_failed_are_not_kept(store: Store, tmp_path: Pat
     publish(store, "many", many_files(1000))
     patch = "from moonclipfs import limits\nlimits.NODES = 400"
     with patched_server(store.path, tmp_path / "mnt", patch, read_only=False) as mounted:
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(OSError, match="Too many open files in system"):
             stat_all(mounted, 1000)
 
         def known() -> int:
@@ -86,6 +87,25 @@ def test_names_of_a_listing_that_failed_are_not_kept(store: Store, tmp_path: Pat
             return int(mounted.stats()["known"])
 
         eventually(lambda: known() == 1, 20)
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_one_more_open_file_than_can_be_is_told(store: Store, tmp_path: Path, fuse: None, read_only: bool) -> None:
+    """ENFILE, for files as for directories; a close makes room."""
+    publish(store, "run", {f"f{number}": b"x" for number in range(4)})
+    patch = "from moonclipfs import limits\nlimits.OPEN_HANDLES = 3"
+    with patched_server(store.path, tmp_path / "mnt", patch, read_only=read_only) as mounted:
+        files = [mounted.path / "run" / f"f{number}" for number in range(4)]
+        opened = [os.open(path, os.O_RDONLY) for path in files[:3]]
+        for path in (files[3], mounted.path / "run"):
+            with pytest.raises(OSError) as caught:
+                os.open(path, os.O_RDONLY)
+            assert caught.value.errno == errno.ENFILE
+        os.close(opened.pop())
+        eventually(lambda: mounted.stats()["requests"].get("release", 0) > 0)
+        opened.append(os.open(files[3], os.O_RDONLY))
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def test_a_file_that_could_not_be_told_to_the_kernel_is_not_open(store: Store, tmp_path: Path, fuse: None) -> None:

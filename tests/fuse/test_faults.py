@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -184,6 +185,41 @@ def test_nothing_that_is_said_ends_the_control_socket(tmp_path: Path, expect_log
     assert too_long == failing == {}
     assert ping == {"pid": 1}
     assert not (tmp_path / "sock").exists()
+
+
+def test_a_verb_that_takes_long_is_in_no_other_ones_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do clients stay that say nothing for long."""
+    monkeypatch.setattr(limits, "CONTROL_IDLE_SECONDS", 0.3)
+    done = threading.Event()
+
+    def wait(_: Mapping[str, Any]) -> Mapping[str, Any]:
+        done.wait(20)
+        return {}
+
+    def ask_all(path: Path) -> Mapping[str, Any]:
+        waiting = [socket.socket(socket.AF_UNIX) for _ in range(limits.CONTROL_CLIENTS + 4)]
+        for client in waiting:
+            client.settimeout(10)
+            client.connect(str(path))
+            client.sendall(b'{"op": "flush"}\n')
+        time.sleep(1)
+        (answer,) = talk(path, b'{"op": "status"}')
+        done.set()
+        for client in waiting:
+            assert client.recv(100) == b"{}\n"
+            assert client.recv(100) == b"", "it was silent"
+            client.close()
+        return answer
+
+    async def task() -> Mapping[str, Any]:
+        with ControlServer(tmp_path / "sock", {}, {"flush": wait, "status": lambda _: {"staged": 1}}) as control:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(control.serve)
+                answer = await trio.to_thread.run_sync(ask_all, control.path)
+                nursery.cancel_scope.cancel()
+        return answer
+
+    assert trio.run(task) == {"staged": 1}
 
 
 def test_an_error_that_was_answered_holds_nothing(tmp_path: Path) -> None:

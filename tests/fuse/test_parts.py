@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonclipfs import limits
-from moonclipfs.errors import LimitError, MountError, NotFoundError, PermissionDeniedError, UsageError
+from moonclipfs.errors import MountError, NotFoundError, PermissionDeniedError, TooManyOpenError, UsageError
 from moonclipfs.fuse import mount as mount_module
 from moonclipfs.fuse import mounts, nodes
 from moonclipfs.fuse.control import ask, runtime_directory, runtime_path, server_pid
@@ -28,7 +28,7 @@ from moonclipfs.layers.tree import ROOT_INODE, Node, inode_number
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.store import Store
 from moonclipfs.types import Attributes, Entry, EntryType
-from tests.fuse.conftest import Mounted, eventually
+from tests.fuse.conftest import Mounted
 
 
 def node(path: str) -> Node:
@@ -72,7 +72,7 @@ def test_the_table_of_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     table = NodeTable(node(""))
     table.remember(node("a"))
     table.remember(node("b"))
-    with pytest.raises(LimitError, match="knows 3 names"):
+    with pytest.raises(TooManyOpenError, match="knows 3 names"):
         table.remember(node("c"))
     assert table.remember(node("a"))
     assert [known.path for known in table.oldest(5)] == [b"a", b"b"]
@@ -197,17 +197,49 @@ def test_the_control_socket_answers_its_owner(small: Mounted) -> None:
         lines.close()
     with pytest.raises(UsageError, match="a request is"):
         ask(str(small.path), "nonsense")
-    with pytest.raises(NotFoundError, match="no server of"):
+    with pytest.raises(NotFoundError, match="nothing answers for the mount at"):
         ask(str(small.path) + "x", "ping")
 
 
-def test_more_clients_than_the_control_socket_serves_wait(small: Mounted) -> None:
-    clients = [socket.socket(socket.AF_UNIX) for _ in range(limits.CONTROL_CLIENTS)]
-    for client in clients:
-        client.connect(str(runtime_path(str(small.path), "sock")))
-    for client in clients:
-        client.close()
-    eventually(lambda: ask(str(small.path), "ping")["pid"] == small.pid)
+def test_silent_clients_starve_nobody(live: Mounted) -> None:
+    """Past the bound, who is silent for the longest time is dropped, and whoever asks is answered."""
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(limits.CONTROL_CONNECTIONS)]
+    try:
+        for client in clients:
+            client.settimeout(10)
+            client.connect(str(runtime_path(str(live.path), "sock")))
+        for _ in range(3):
+            assert ask(str(live.path), "ping")["pid"] == live.pid
+            assert ask(str(live.path), "status")["staged_files"] == 0
+        assert clients[0].recv(1) == b""
+        clients[-1].sendall(b'{"op": "ping"}\n')
+        assert json.loads(clients[-1].recv(4096))["pid"] == live.pid
+    finally:
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"op": "restore", "name": 5},
+        {"op": "restore", "name": "run1/a", "number": "1"},
+        {"op": "restore", "name": "run1/a", "number": True},
+        {"op": "restore", "name": "run1/a", "to": ["x"]},
+        {"op": "restore"},
+        {"op": "clone", "source": "run1/a", "target": 5},
+        {"op": "clone", "source": {}, "target": "x"},
+        {"op": "seal", "path": 5},
+        {"op": "seal", "path": None},
+        {"op": "seal", "path": "run1/a", "wait": "no"},
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type_are_told(live: Mounted, request_: dict[str, object]) -> None:
+    name = request_.pop("op")
+    with pytest.raises(UsageError, match="is to be a JSON value of type"):
+        ask(str(live.path), str(name), **request_)
+    assert "ERROR" not in live.log_text()
 
 
 def test_another_users_runtime_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,21 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moonclipfs.fuse.control import ask
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually, is_running
+from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually, is_running, patched_server
 from tests.fuse.sides import Sides
 from tests.layers.publish import publish
+from tests.nobody import Nobody
 
 MIB = 1 << 20
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -73,6 +76,46 @@ def test_a_mount_takes_files_and_gives_them_back(live: Mounted) -> None:
     assert sorted(os.listdir(live.path / "run1/a/sub")) == ["deep", "more", "y"]
     assert (live.path / "@versions/run1/a/1/config.json").read_bytes() == SMALL_FILES["config.json"]
     assert "ERROR" not in live.log_text()
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A directory that other users can reach."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_o_creat_of_a_name_that_somebody_else_made_honours_its_mode(
+    store: Store, fuse: None, nobody: Nobody, reachable: Path
+) -> None:
+    """The kernel believes for a while that a name is not there; who opens it with O_CREAT then is asked for rights."""
+    patch = """
+from moonclipfs.errors import ExistsError
+from moonclipfs.fuse.writing import LiveOperations
+from moonclipfs.types import EntryType
+make, made = LiveOperations._make, set()
+async def overtaken(self, parent, name, *args):
+    if name.startswith(b"taken") and name not in made:
+        made.add(name)
+        inode = await make(self, parent, name, *args)
+        self.layer.set_attributes(inode, mode=0o600, uid=0, gid=0, now_ns=1)
+    return await make(self, parent, name, *args)
+LiveOperations._make = overtaken
+"""
+    if os.geteuid() != 0:
+        pytest.skip("being another user takes root")
+    store.path.chmod(0o700)
+    with patched_server(store.path, reachable / "mnt", patch, read_only=False, allow_other=True) as mounted:
+        mounted.path.chmod(0o777)
+
+        def refused() -> None:
+            for flags in (os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_RDONLY):
+                assert errno_of(os.open, mounted.path / "taken", os.O_CREAT | flags) == errno.EACCES
+            assert errno_of(os.open, mounted.path / "taken-too", os.O_CREAT | os.O_EXCL) == errno.EEXIST
+
+        nobody.run(refused)
+        os.close(os.open(mounted.path / "taken-again", os.O_CREAT | os.O_RDWR))
 
 
 def test_what_was_written_is_there_after_a_remount(live: Mounted, mounter: Mounter) -> None:
