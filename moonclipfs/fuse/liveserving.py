@@ -58,7 +58,8 @@ class LiveServer(Server):
     async def stopping(self) -> None:
         """Let pages that programs changed in maps reach this process, and nobody wait for room any more."""
         self.writing.ending = True
-        await trio.to_thread.run_sync(sync_file_system, self.place)
+        if self.is_there():
+            await trio.to_thread.run_sync(sync_file_system, self.place)
 
     async def finish(self, control: ControlServer) -> None:
         """Store and seal what was written. The kernel is let go first: whoever waits for an answer gets none."""

@@ -58,6 +58,12 @@ def mount_at(path: str) -> Mount | None:
     return next((mount for mount in reversed(all_mounts()) if mount.mountpoint == place), None)
 
 
+def is_mounted(mount: Mount) -> bool:
+    """Whether a mount is still the uppermost at its place: after a lazy unmount, another may be."""
+    there = [found for found in all_mounts() if found.mountpoint == mount.mountpoint]
+    return bool(there) and (there[-1].mount_id, there[-1].device) == (mount.mount_id, mount.device)
+
+
 def real_place(path: str) -> str:
     """The path without symlinks, its last part untouched when that is a mountpoint: a dead one cannot be looked at."""
     path = os.path.abspath(path)

@@ -23,7 +23,7 @@ from moonclipfs import limits
 from moonclipfs.errors import FuseUnavailableError, MountError, NoSpaceError
 from moonclipfs.fuse import initflags
 from moonclipfs.fuse.control import ControlServer, runtime_path
-from moonclipfs.fuse.mounts import FILE_SYSTEM, mount_source
+from moonclipfs.fuse.mounts import FILE_SYSTEM, mount_at, mount_source
 from moonclipfs.fuse.operations import Operations
 from moonclipfs.fuse.prepare import NO_FUSE_HINT, MountOptions
 from moonclipfs.fuse.serving import SIGNALS, Server
@@ -57,6 +57,7 @@ def serve(store_path: str, place: str, options: MountOptions, ready: Callable[[]
             with ControlServer(socket_path, server.answers, server.verbs) as control:
                 _mount(server.operations, place, source, options)
                 try:
+                    server.mount = mount_at(place)
                     sys.setswitchinterval(_SWITCH_SECONDS)
                     _tune_memory()
                     trio.run(server.run, control, ready)

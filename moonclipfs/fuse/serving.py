@@ -18,7 +18,7 @@ import trio
 from moonclipfs import limits
 from moonclipfs.fuse import initflags
 from moonclipfs.fuse.control import Answer, ControlServer, Verb
-from moonclipfs.fuse.mounts import mount_at
+from moonclipfs.fuse.mounts import Mount, is_mounted, mount_at
 from moonclipfs.fuse.operations import Operations, ReadOnlyOperations
 from moonclipfs.fuse.prepare import MountOptions
 from moonclipfs.fuse.reading import Reads
@@ -43,6 +43,8 @@ class Server:
         """`signals` are those that came so far."""
         self._signals = signals
         self._mounted = True
+        self.mount: Mount | None = None
+        """As the kernel lists it, once it is made."""
         self.store = store
         self.place = place
         self.problems: list[str] = []
@@ -81,7 +83,11 @@ class Server:
         """Let go of the kernel, and of the mount if it is there still. Harmless when repeated."""
         if self._mounted:
             self._mounted = False
-            pyfuse3.close(unmount=True)
+            pyfuse3.close(unmount=self.is_there())
+
+    def is_there(self) -> bool:
+        """Whether what is at the place of this mount is this mount; where the kernel lists none, it is taken for it."""
+        return self.mount is None or is_mounted(self.mount)
 
     def close(self) -> None:
         """Let go of all else."""

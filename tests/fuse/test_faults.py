@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from moonclipfs.layers.tree import Tree
 from moonclipfs.store.gc import collect
 from moonclipfs.store.leases import LeaseState, live_leases
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import Mounted, Mounter, eventually, patched_server, processes_of
+from tests.fuse.conftest import Mounted, Mounter, eventually, is_running, patched_server, processes_of
 from tests.fuse.test_parts import NoReader, node
 from tests.layers.publish import publish
 from tests.layers.test_holds import FakeLease
@@ -145,6 +146,25 @@ def test_a_new_mount_keeps_its_socket(small: Mounted, mounter: Mounter) -> None:
     assert ask(str(small.path), "ping")["pid"] == again.pid
     unmount(small.path)
     assert not runtime_path(str(small.path), "sock").exists()
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_detached_server_that_is_told_to_stop_leaves_the_next_mount_alone(
+    store: Store, mounter: Mounter, read_only: bool
+) -> None:
+    """It neither unmounts nor syncs what is at its place by then."""
+    publish(store, "run1/a", {"x": b"1"})
+    first = mounter(store.path, read_only=read_only)
+    descriptor = os.open(first.path / "run1/a/x", os.O_RDONLY)
+    unmount(first.path, lazy=True)
+    again = mounter(store.path)
+    before = again.stats()["requests"]
+    os.kill(first.pid, signal.SIGTERM)
+    eventually(lambda: not is_running(first.pid))
+    with suppress(OSError):  # the server that would be told of the close is gone
+        os.close(descriptor)
+    assert again.stats()["requests"] == before
+    assert (again.path / "run1/a/x").read_bytes() == b"1"
 
 
 def talk(path: Path, *lines: bytes) -> list[Mapping[str, Any]]:
