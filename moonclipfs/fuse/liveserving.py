@@ -7,16 +7,20 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import trio
 
+from moonclipfs.errors import BusyError
 from moonclipfs.fuse.control import ControlServer
 from moonclipfs.fuse.liverefresh import LiveRefresher
+from moonclipfs.fuse.mounts import all_mounts
 from moonclipfs.fuse.prepare import MountOptions
 from moonclipfs.fuse.serving import Server
 from moonclipfs.fuse.writing import LiveOperations
-from moonclipfs.layers.live import Live, LiveOptions
+from moonclipfs.layers.live import Live, LiveOptions, default_layer
+from moonclipfs.store.layerdirs import DIRECTORY, layer_holder
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +33,22 @@ class LiveServer(Server):
 
     def set_up(self, options: MountOptions) -> None:
         """Open the layer. Raises BusyError when another process has it."""
-        self.live = Live(
-            self.store,
-            LiveOptions(
-                layer=options.layer,
-                staging=options.staging,
-                staging_limit=options.staging_limit,
-                seal_after=options.seal_after,
-                keep_versions=options.keep_versions,
-                keep_deleted=options.keep_deleted,
-            ),
-            mountpoint=self.place,
+        how = LiveOptions(
+            layer=options.layer,
+            staging=options.staging,
+            staging_limit=options.staging_limit,
+            seal_after=options.seal_after,
+            keep_versions=options.keep_versions,
+            keep_deleted=options.keep_deleted,
         )
+        try:
+            self.live = Live(self.store, how, mountpoint=self.place)
+        except BusyError as error:
+            layer = options.layer or default_layer()
+            detached = detached_holder(self.store.path / DIRECTORY / layer)
+            if detached is None:
+                raise
+            raise BusyError(f"layer {layer} is in use by {detached}, or take another with `--layer NAME`") from error
         self._ended = threading.Event()
         self._started = self._closed = False
         self.writing = LiveOperations(self.live, self.tree, self.holds, self.reads, self.store.path)
@@ -105,6 +113,23 @@ class LiveServer(Server):
             "open_files": len(writing.open_files),
             "open_directories": len(writing.open_directories),
         }
+
+
+def detached_holder(layer: Path) -> str | None:
+    """Who has a layer, and what to do, if that is a server of this host whose mount was unmounted already."""
+    holder = layer_holder(layer) or {}
+    pid, place = holder.get("pid"), holder.get("mountpoint")
+    if not isinstance(pid, int) or not place or holder.get("host") != os.uname().nodename:
+        return None
+    try:
+        if any(mount.is_ours and mount.mountpoint == place for mount in all_mounts(pid)):
+            return None
+    except OSError:  # it has just ended, or is of another user
+        return None
+    return (
+        f"process {pid}, which serves what is still open of the mount that was unmounted at {place}, and ends when the "
+        "last of it is closed and all is stored: wait for that"
+    )
 
 
 def sync_file_system(place: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import select
 import socket
 import subprocess
@@ -61,8 +62,9 @@ def unmount(
     with the bytes that are still to be stored. `lazy` returns at once, and serves what is open until it is closed.
 
     A server that this user or this environment cannot ask is waited for all the same; its log tells what went wrong.
-    Raises NotFoundError when no store is mounted there, BusyError naming who uses it, MountError, also when something
-    could not be stored, or its server was killed before: it is staged then.
+    Raises NotFoundError when no store is mounted there, BusyError naming who uses it, PermissionDeniedError naming
+    whose it is, MountError, also when something could not be stored, or its server was killed before: it is staged
+    then.
     """
     place = real_place(os.fspath(mountpoint))
     found = mount_at(place)
@@ -80,6 +82,10 @@ def unmount(
         if result.returncode:
             if "busy" in result.stderr:
                 raise BusyError(_busy(found))
+            if found.owner is not None and os.geteuid() not in (0, found.owner):
+                raise PermissionDeniedError(
+                    f"{place} was mounted by {_user(found.owner)}: only that user and root can unmount it"
+                )
             raise MountError(f"cannot unmount {place}: {result.stderr.strip()}")
         problems = _wait_for_end(server, place, waiting) if waits and server is not None else []
     if pid is not None and not lazy:
@@ -169,6 +175,13 @@ def _mount_in_background(store: str, place: str, options: MountOptions) -> int:
     if "error" in answer:
         raise getattr(errors, answer["error"])(answer["message"])
     return 0
+
+
+def _user(number: int) -> str:
+    try:
+        return f"{pwd.getpwuid(number).pw_name} (user {number})"
+    except KeyError:
+        return f"user {number}"
 
 
 def _busy(mount: Mount) -> str:

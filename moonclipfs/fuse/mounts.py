@@ -41,9 +41,9 @@ def mount_source(store: str) -> str:
     return quote(store, safe="/", errors="surrogateescape")
 
 
-def all_mounts() -> list[Mount]:
-    """Every mount that this process sees, in the order in which they were made."""
-    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+def all_mounts(process: int | str = "self") -> list[Mount]:
+    """Every mount that a process sees, in the order in which they were made. Raises OSError for one of others."""
+    lines = Path(f"/proc/{process}/mountinfo").read_bytes().splitlines()
     return [mount for line in lines if (mount := _parse(os.fsdecode(line))) is not None]
 
 

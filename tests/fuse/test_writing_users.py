@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from moonclipfs.errors import BusyError, MountError
+from moonclipfs.errors import BusyError, MountError, PermissionDeniedError
 from moonclipfs.fuse.control import ask, runtime_path
 from moonclipfs.fuse.initflags import DIRECT_IO_ALLOW_MMAP, HANDLE_KILLPRIV_V2
 from moonclipfs.fuse.mount import unmount
 from moonclipfs.store.store import Store
 from tests.fuse.conftest import Mounted, Mounter, eventually, is_running, patched_server, processes_of
+from tests.nobody import Nobody
 
 MIB = 1 << 20
 OTHER = 1234
@@ -228,6 +229,28 @@ Live.close = close
         pytest.raises(MountError, match="closing fails"),
     ):
         unmount(place)
+
+
+def test_umount_of_another_users_mount_names_that_user(shared: Mounted, nobody: Nobody) -> None:
+    def refused() -> None:
+        for lazy in (False, True):
+            with pytest.raises(PermissionDeniedError, match=r"was mounted by root \(user 0\)"):
+                unmount(shared.path, lazy=lazy)
+
+    nobody.run(refused)
+    assert (shared.path / "@versions").is_dir()
+
+
+def test_a_layer_whose_mount_was_detached_is_told(live: Mounted, mounter: Mounter) -> None:
+    """There is nothing to unmount any more: its server ends with the last close."""
+    with open(live.path / "f", "wb") as file:
+        file.write(b"x")
+        unmount(live.path, lazy=True)
+        with pytest.raises(BusyError, match=f"process {live.pid}, which serves what is still open"):
+            mounter(live.store, read_only=False)
+    eventually(lambda: not is_running(live.pid), 30)
+    again = mounter(live.store, read_only=False)
+    assert (again.path / "f").read_bytes() == b"x"
 
 
 def test_errors_of_commands_come_back_as_themselves(live: Mounted) -> None:
