@@ -173,6 +173,10 @@ class MissingObjectError(CorruptError):
     """An object that something refers to is in no pack."""
 
 
+class StagingLostError(CorruptError):
+    """Staged bytes that were not encoded yet are gone."""
+
+
 class DeltaCycleError(CorruptError):
     """The bases of an object lead back to itself, or further than the depth limit."""
 

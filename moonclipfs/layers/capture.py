@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgpack
@@ -117,7 +118,8 @@ class Captures:
             unsynced, self._unsynced = self._unsynced, []
         try:
             for generation in unsynced:
-                generation.sync()
+                with suppress(CorruptError):  # lost: the capture is given up when it is to be published
+                    generation.sync()
         except BaseException:
             with self._layer.lock:
                 self._unsynced += unsynced
@@ -159,6 +161,11 @@ class Captures:
             generation.frozen = True
         capture.pinned = tuple(generations)
         self._files.log.disposal.pin(generations)
+
+    def give_up(self, capture: Capture) -> None:
+        """A capture will never be a version: what it kept goes. Raises NoSpaceError, BackendError."""
+        with self._layer.lock:
+            self._layer.record(Sealed(capture.number, capture.path, 0, 0, NO_ID))
 
     # Records
 

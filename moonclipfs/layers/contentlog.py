@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 from moonclipfs import limits
-from moonclipfs.errors import MoonclipError
+from moonclipfs.errors import CorruptError, MoonclipError
 from moonclipfs.layers.contents_records import Snapshot, content_of, contents_record, contents_refs, snapshot
 from moonclipfs.layers.core import Core
 from moonclipfs.layers.disposal import Disposal
@@ -242,7 +243,8 @@ class ContentLog:
             ordered, self._ordered = self._ordered, {}
         try:
             for inode in ordered:
-                self.sync(inode)
+                with suppress(CorruptError):  # lost: `sync_all` tells it, and what others sync must not wait for it
+                    self.sync(inode)
         except BaseException:
             with self._layer.lock:
                 self._ordered.update(ordered)

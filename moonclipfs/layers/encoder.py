@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonclipfs import limits
-from moonclipfs.errors import BackendError, BusyError, LeaseLostError, MoonclipError, UsageError
+from moonclipfs.errors import BackendError, BusyError, LeaseLostError, MoonclipError, StagingLostError, UsageError
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.tasks import Batch, Task
 from moonclipfs.layers.wire import error_of
@@ -390,7 +390,9 @@ class Encoder:
                 task.error = error.with_traceback(None)  # it may be kept for long, and its frames hold buffers
             self._failed += failed
             self._changed.notify_all()
-        if failed:
+        if failed and isinstance(error, StagingLostError):
+            log.error("cannot be encoded: %s", error)
+        elif failed:
             names = failed[0].name + (f" and {len(failed) - 1} other files" if failed[1:] else "")
             log.warning("not encoded yet, but safe in staging: %s: %s", names, error)
         if isinstance(error, LeaseLostError):

@@ -92,7 +92,8 @@ class Live:
             try:
                 self._with_room(work)
             except MoonclipError as error:
-                problems.append(str(error))
+                if str(error) not in problems:  # several may need the same file
+                    problems.append(str(error))
         self.encoder.stop()
         self.layer.close()
         return problems
@@ -133,7 +134,7 @@ class Live:
             "missing": self.sealer.missing(),
             "conflicts": self.layer.conflicts(),
             "reclaimable": self.reclaimer.reclaimable,
-            "troubles": [task.trouble for task in self._tasks if task.trouble],
+            "troubles": [*(task.trouble for task in self._tasks if task.trouble), *self.sealer.given_up()],
         }
 
     @property

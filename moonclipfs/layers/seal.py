@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, MoonclipError, NotFoundError
+from moonclipfs.errors import BusyError, MoonclipError, NotFoundError, StagingLostError
 from moonclipfs.layers.capture import Capture, own_files
 from moonclipfs.layers.captured import CapturedEntry, encode_tree
 from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.lost import ADVICE, lost_of_capture, lost_of_files
 from moonclipfs.layers.names import Area
 from moonclipfs.layers.openunits import (
     LayerBranch,
@@ -91,6 +92,8 @@ class Sealer:
         self._next_publish = 0.0
         self._published: OrderedDict[int, Version | None] = OrderedDict()
         """What became of the last captures: somebody may still ask, whichever thread published them."""
+        self._given_up: dict[int, str] = {}
+        """Why a capture of each directory, by number, was given up, until the directory is sealed."""
         self._publishing = threading.Lock()
         """One capture at a time, in order."""
         self.before_publish: Callable[[Capture], None] = lambda capture: None
@@ -103,7 +106,7 @@ class Sealer:
 
         Returns its version: the one before, when nothing is new. Without `wait` it is published in the background,
         and None is returned. A file that is open for writing is waited for shortly. Raises NotFoundError, UsageError,
-        BusyError, and what keeps files from being stored.
+        BusyError, StagingLostError, and what keeps files from being stored.
         """
         directory = self._layer.resolve(path)
         self._wait_for_writers(path, directory)
@@ -111,6 +114,7 @@ class Sealer:
             bound = self._unchanged(path, directory)
         if bound is not None:
             return bound
+        self._require_staged(directory, f"/{os.fsdecode(path)} cannot be sealed: ")
         self._store_many(directory)
         capture = self._layer.captures.take(directory, self._metadata(directory, metadata or {}, automatic=False))
         if not wait:
@@ -118,6 +122,11 @@ class Sealer:
             return None
         self._drain(capture)
         return self._publish_one(capture)
+
+    def _require_staged(self, directory: Inode, what: str = "") -> None:
+        """Raise StagingLostError, which begins with `what`, where a capture would need staged bytes that are lost."""
+        for file, lost in lost_of_files(self._layer, self._staged(directory)):
+            raise StagingLostError(f"{what}{os.fsdecode(file)}: {lost}; {ADVICE}")
 
     def _store_many(self, directory: Inode) -> None:
         """Encode first where many files are staged, so that a capture does not have to hold all their bytes."""
@@ -209,6 +218,11 @@ class Sealer:
         """What units that are quiet lack, by path."""
         return {os.fsdecode(unit.branch.path): list(unit.missing) for unit in self._units.values() if unit.missing}
 
+    def given_up(self) -> list[str]:
+        """Which directories were not sealed as they were captured, and why; until they are sealed or removed."""
+        with self._layer.lock:
+            return [text for number, text in self._given_up.items() if number in self._layer.state.own]
+
     def close(self, clean: bool = True) -> None:
         """Publish what waits; at a clean end, seal what is left too, as `incomplete` where something is missing.
 
@@ -232,6 +246,7 @@ class Sealer:
         with self._layer.lock:
             wanted = has_new_contents(branch.inode) and not open_for_writing(branch.inode)
         if wanted:
+            self._require_staged(branch.inode)
             missing = what_is_missing(self._layer, branch.path, branch.inode)
             self._seal_unit(branch, incomplete=bool(missing))
 
@@ -266,6 +281,7 @@ class Sealer:
             unit.missing = (f"{len(writers)} files are open for writing",)
             unit.next_try = now + min(limits.RETRY_SECONDS, self._seal_after or 0.0)
             return
+        self._require_staged(branch.inode)
         unit.missing = tuple(what_is_missing(self._layer, branch.path, branch.inode))
         if not unit.missing:
             self._seal_unit(branch)
@@ -302,14 +318,17 @@ class Sealer:
             self._encoder.drain(inodes)
 
     def _publish_one(self, capture: Capture) -> Version | None:
-        """Publish a capture, unless another thread did; returns its version."""
+        """Publish a capture, unless another thread did; returns its version. Raises as `_publish_or_give_up`."""
         self._publish_pending(until=capture.number)
+        if capture.number not in self._published and (why := self._given_up.get(capture.directory)):
+            raise StagingLostError(why)  # another thread found it so
         return self._published.pop(capture.number, None)
 
     def _publish_pending(self, until: int | None = None) -> None:
         """Publish captures, all or one and those of the same directory before it, in their order.
 
-        One that fails keeps back the later ones of its directory only. Raises the first error in the end.
+        One that fails keeps back the later ones of its directory only; one whose staged bytes are lost is given up.
+        Raises the first error in the end.
         """
         failed: dict[int, MoonclipError] = {}
         with self._publishing:
@@ -323,14 +342,36 @@ class Sealer:
                     continue
                 try:
                     self.before_publish(capture)
-                    version = self._publish(capture)
+                    version = self._publish_or_give_up(capture)
                     self._published[capture.number] = version
                     while len(self._published) > limits.PUBLISHED_CAPTURES:
                         self._published.popitem(last=False)
+                except StagingLostError:
+                    if capture.number == until:
+                        raise  # somebody waits for it; those before it are done
                 except MoonclipError as error:
                     failed[capture.directory] = error
         if failed:
             raise next(iter(failed.values()))
+
+    def _publish_or_give_up(self, capture: Capture) -> Version | None:
+        """Raises StagingLostError when a capture was given up since its staged bytes are lost; else as `_publish`."""
+        try:
+            version = self._publish(capture)
+        except MoonclipError as error:
+            with self._layer.lock:
+                tree = self._resolved(capture.tree, capture.counter)
+            lost = next(lost_of_capture(capture, tree), None)
+            if lost is None:
+                raise
+            file, why = lost
+            text = f"/{os.fsdecode(capture.path)} was not sealed as it was: {os.fsdecode(file)}: {why}"
+            self._layer.captures.give_up(capture)
+            self._given_up[capture.directory] = text
+            log.error("%s; its next seal takes it as it is then", text)
+            raise StagingLostError(text) from error
+        self._given_up.pop(capture.directory, None)
+        return version
 
     def _publish(self, capture: Capture) -> Version | None:
         layer = self._layer

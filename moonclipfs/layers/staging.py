@@ -183,6 +183,22 @@ class Generation:
             return None  # not in the page cache, or a file system that cannot tell; `read_into` says what is wrong
         return out if count == length else None
 
+    def lost(self, end: int) -> str:
+        """What is lost of the bytes up to `end`, which were written, for a person; empty for nothing.
+
+        Where the whole staging directory is gone, its disk may come back: that is not called lost.
+        """
+        with self._lock:
+            if not self._exists or self._deleted or self.path is None:
+                return ""
+            try:
+                size = os.stat(self.path).st_size
+            except FileNotFoundError:
+                return f"staged bytes are lost: {self.path} is gone" if self._staging.directory.is_dir() else ""
+            except OSError:
+                return ""  # cannot be told; whoever reads it learns why
+            return "" if size >= end else f"staged bytes are lost: {self.path} ends at byte {size} of {end}"
+
     def sync(self) -> None:
         """Make what was written durable. Nothing to do in memory: those bytes are in the journal.
 

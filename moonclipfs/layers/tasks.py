@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from moonclipfs.errors import MoonclipError
+from moonclipfs.errors import MoonclipError, StagingLostError
+from moonclipfs.layers.lost import ADVICE, lost_bytes
 from moonclipfs.layers.records import PART_STAGED
 from moonclipfs.types import NO_ID, ObjectId
 
@@ -46,9 +47,11 @@ class Task:
     def message(self) -> dict[str, Any]:
         """The job as `worker.py` gets it: bytes in memory go along, those in staging files are read there.
 
-        Raises CorruptError, BackendError when staged bytes cannot be read.
+        Raises StagingLostError, CorruptError, BackendError when staged bytes cannot be read.
         """
         job = self.job
+        if lost := lost_bytes((part.offset, part.length, part.generation) for part in job.parts):
+            raise StagingLostError(f"{self.name}: {lost}; {ADVICE}")
         parts, data, files = [], [], {}
         for offset, length, kind, generation in job.parts:
             if kind != PART_STAGED or generation is None:

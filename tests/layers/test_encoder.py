@@ -188,7 +188,7 @@ def test_a_process_that_dies_with_a_batch_does_not_make_it_durable(
 def test_a_file_that_is_deleted_while_it_waits_is_not_encoded(
     store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None]
 ) -> None:
-    expect_log("safe in staging: bad: ")
+    expect_log("cannot be encoded: bad: ")
     bad = layer.add(noise(2, 100_000), path=b"bad")
     (generation,) = generations(bad)
     assert generation.path is not None
@@ -274,7 +274,7 @@ def test_a_file_at_which_a_parser_fails_by_an_unexpected_error_fails_alone(
 def test_a_file_that_cannot_be_read_fails_alone_and_is_tried_again(
     store: Store, layer: StubLayer, encoder: Encoder, expect_log: Callable[[str], None]
 ) -> None:
-    expect_log("safe in staging: bad: ")
+    expect_log("cannot be encoded: bad: ")
     good, bad = layer.add(noise(1)), layer.add(noise(2, 100_000), path=b"bad")
     (generation,) = generations(bad)
     assert generation.path is not None
@@ -321,7 +321,7 @@ def test_failures_are_tried_again_without_anybody_asking(
 ) -> None:
     monkeypatch.setattr(limits, "ENCODE_RETRY_SECONDS", 0.5)
     monkeypatch.setattr(limits, "ENCODE_IDLE_SECONDS", 0.2)
-    expect_log("safe in staging: bad: ")
+    expect_log("cannot be encoded: bad: ")
     bad = layer.add(noise(2, 100_000), path=b"bad")
     (generation,) = generations(bad)
     assert generation.path is not None
