@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import click
 
 from moonclipfs.cli.inside import source_name
 from moonclipfs.cli.output import printable, version_json
-from moonclipfs.cli.target import complete_target, opened
+from moonclipfs.cli.target import complete_target, opened, same_path
 from moonclipfs.cli.values import duration, time_text
 from moonclipfs.errors import NotFoundError, UsageError
+from moonclipfs.fuse.mounts import find_mounts
 from moonclipfs.store.log import Names, parse_spec
 from moonclipfs.store.replay import is_at_or_below
 from moonclipfs.store.store import Store
 from moonclipfs.types import Version
 
 _POLL_SECONDS = 0.5
+_SHOWN_SECONDS = 2.0
+"""A mount follows the log within half a second; one that takes longer is not waited for."""
+_LOOK_SECONDS = 0.05
 
 
 @click.command("wait")
@@ -32,7 +39,8 @@ def command(target: str, follow: bool, after: str | None, timeout: float | None,
 
     NAME need not be there yet; a whole STORE waits for any. New is what is published after the command has started,
     or after the version of --after, so that a loop misses none. NAME@N waits until that version is there. Snapshots
-    marked incomplete are passed over. The end of --timeout is exit code 3.
+    marked incomplete are passed over. Your mounts of the store show a snapshot before it is printed. The end of
+    --timeout is exit code 3.
 
     \b
     Examples:
@@ -47,6 +55,7 @@ def command(target: str, follow: bool, after: str | None, timeout: float | None,
     deadline = None if timeout is None else time.monotonic() + timeout
     with opened(where) as store:
         for version in arrivals(store, where.spec, after, deadline):
+            _wait_for_mounts(version, where.store)
             if as_json:
                 click.echo(json.dumps(version_json(version)))
             else:
@@ -76,6 +85,34 @@ def arrivals(store: Store, spec: str, after: str | None, deadline: float | None)
         time.sleep(_POLL_SECONDS if deadline is None else min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
         store.renew_lease()
         names = store.names()
+
+
+def _wait_for_mounts(version: Version, store: Path) -> None:
+    """Return when the mounts of a store that this user made show a version, at the latest after _SHOWN_SECONDS."""
+    mounts = [mount for mount in find_mounts() if mount.owner in (None, os.geteuid())]
+    places = [mount.mountpoint for mount in mounts if same_path(Path(mount.store), store)]
+    # On a thread that may be left behind: a server may hang.
+    thread = threading.Thread(target=_look, args=(version, places, time.monotonic() + _SHOWN_SECONDS), daemon=True)
+    thread.start()
+    thread.join(_SHOWN_SECONDS)
+
+
+def _look(version: Version, mountpoints: Sequence[str], deadline: float) -> None:
+    for mountpoint in mountpoints:
+        for path in (f"@versions/{version.path}/{version.number}", version.path):
+            while time.monotonic() < deadline and not _is_known(os.path.join(mountpoint, path)):
+                time.sleep(_LOOK_SECONDS)
+
+
+def _is_known(path: str) -> bool:
+    """False for what is not there yet, True also for what cannot be looked at."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _bound_after(names: Names, sequence: int) -> list[Version]:

@@ -229,6 +229,16 @@ def test_wait_sees_seals(run: Run, mounted: Path) -> None:
     assert (done.code, done.out) == (0, "run3/step-7@1\n")
 
 
+def test_mounts_show_what_wait_tells(run: Run, mounted: Path, filled: Path) -> None:
+    """Whoever goes on from `wait` to the files in a mount finds them there."""
+    for number in range(4):
+        live, version = mounted / f"copy-{number}", mounted / "@versions" / f"copy-{number}" / "1"
+        assert not live.exists() and not version.exists()
+        assert run("clone", f"{filled}:run1/step-1", f"{filled}:copy-{number}").code == 0
+        assert run("wait", f"{filled}:copy-{number}@1").out == f"copy-{number}@1\n"
+        assert live.exists() and version.exists()
+
+
 def test_an_evaluator_in_a_loop(mounted: Path, filled: Path, tmp_path: Path) -> None:
     program = tmp_path / "moonclipfs"
     program.write_text(f"#!{sys.executable}\nimport sys\nfrom moonclipfs.cli.main import main\nsys.exit(main())\n")
