@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moonclipfs.api import Snapshot, StoreReader, TensorInfo, flush, open, seal, status
     from moonclipfs.errors import MoonclipError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["MoonclipError", "Snapshot", "StoreReader", "TensorInfo", "__version__", "flush", "open", "seal", "status"]
 

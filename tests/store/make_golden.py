@@ -1,7 +1,8 @@
 """Makes the golden store of a release, which every later version must read: `python -m tests.store.make_golden`.
 
-It writes `tests/corpus/stores/VERSION/`: a small store with every kind of object and record, and `expected.json`, made
-of what was put in, not of what can be read back. Run once, when the format of a release is final.
+It writes `tests/corpus/stores/VERSION/`: a small store with every kind of object and record, and a layer that was left
+before all in it was stored and sealed; and `expected.json`, made of what was put in, not of what can be read back. Run
+once, when the format of a release is final.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 import moonclipfs
 from moonclipfs import limits
+from moonclipfs.layers.live import Live, LiveOptions
 from moonclipfs.store.gc import collect
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.store import Store, root_metadata
@@ -28,6 +30,8 @@ STORES = Path(__file__).parents[1] / "corpus" / "stores"
 TIME_NS = 1_796_000_000_123_456_789
 CHECKPOINT_EVERY = 7
 """The checkpoint comes when all is bound, and each other kind of record behind it, where a reader has to apply it."""
+
+LAYER = "golden"
 
 Values = NDArray[np.generic]
 
@@ -226,9 +230,57 @@ def fill(golden: Golden, index_path: Path) -> None:
     golden.publish("last", {b"f": File(b"after the last checkpoint" * 300)})
 
 
+def fill_layer(store: Store, golden: Golden) -> dict[bytes, File]:
+    """A layer with an encoded file, a staged one, and names that were removed and renamed; what it shows then."""
+    live = Live(store, LiveOptions(layer=LAYER, seal_after=None))
+    layer = live.layer
+    shown: dict[bytes, File] = {b"work": File(inside={}, mode=0o755)}
+    for path, version in store.names().bound().items():
+        *parents, name = path.encode().split(b"/")
+        place = shown
+        for parent in parents:
+            place = _inside(place.setdefault(parent, File(inside={}, mode=0o755)))
+        place[name] = File(inside=dict(golden.expected[path, version.number]), mode=0o755)
+    work = layer.make(layer.root, b"work", EntryType.DIRECTORY, 0o755, 1000, 1000, TIME_NS)
+
+    def save(name: bytes, data: bytes, kept_as: bytes | None) -> None:
+        inode = layer.make(work, name, EntryType.FILE, 0o640, 1000, 1000, TIME_NS)
+        file = layer.open_file(inode, write=True)
+        file.write(0, data, TIME_NS)
+        file.flush()
+        file.close()
+        if kept_as is not None:
+            _inside(shown[b"work"])[kept_as] = File(data, mode=0o640)
+
+    live.encoder.start()
+    save(b"encoded.log", text(4000), b"encoded.log")
+    save(b"before", np.random.default_rng(3).bytes(3000), b"after")
+    save(b"gone", np.random.default_rng(4).bytes(3000), None)
+    live.flush()
+    live.encoder.stop()
+    save(b"staged", np.random.default_rng(5).bytes(3000), b"staged")
+    layer.rename(work, b"before", work, b"after", TIME_NS)
+    layer.unlink(work, b"gone", TIME_NS)
+    layer.unlink(layer.resolve(b"run/step-1"), b"config.json", TIME_NS)
+    step = layer.resolve(b"run/step-2")
+    layer.rename(step, b"config.json", step, b"settings.json", TIME_NS)
+    steps = _inside(shown[b"run"])
+    del _inside(steps[b"step-1"])[b"config.json"]
+    _inside(steps[b"step-2"])[b"settings.json"] = _inside(steps[b"step-2"]).pop(b"config.json")
+    layer.sync_all()
+    layer.close()
+    return shown
+
+
+def _inside(file: File) -> dict[bytes, File]:
+    assert isinstance(file.inside, dict)
+    return file.inside
+
+
 def make(target: Path) -> None:
     """Write store and `expected.json` into the new directory `target`."""
     limits.LOG_CHECKPOINT_EVERY = CHECKPOINT_EVERY
+    limits.JOURNAL_RESERVE_BYTES = limits.JOURNAL_STEP_BYTES = limits.KIB
     target.mkdir(parents=True)
     path = target / "store"
     with tempfile.TemporaryDirectory() as scratch:
@@ -240,17 +292,21 @@ def make(target: Path) -> None:
             names = store.names()
             bound = {version.path: version.number for version in names.bound().values()}
             condemned = sorted(names.condemned())
+            layer = fill_layer(store, golden)
     # What only matters to those who write, and is large or empty.
     (path / "reserve").unlink()
+    (path / "layers" / LAYER / "lock").unlink()
+    (path / "index.sqlite").unlink(missing_ok=True)
     for name in ("tmp", "leases"):
         (path / name).rmdir()
     expected = {
         "bound": bound,
         "condemned": condemned,
         "files": {
-            str(found.relative_to(path)): found.stat().st_size for found in sorted(path.rglob("*.*")) if found.is_file()
+            str(found.relative_to(path)): found.stat().st_size for found in sorted(path.rglob("*")) if found.is_file()
         },
         "versions": {f"{name}@{number}": dict(describe(tree)) for (name, number), tree in golden.expected.items()},
+        "layer": dict(describe(layer)),
     }
     (target / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 

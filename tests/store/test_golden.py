@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from moonclipfs import rescue
+from moonclipfs import limits, rescue
+from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.live import Live, LiveOptions
 from moonclipfs.store.check import verify
 from moonclipfs.store.export import export
 from moonclipfs.store.gc import collect
@@ -25,7 +28,7 @@ from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, DType, EntryType, Kind
 from tests.nobody import Nobody
 from tests.store.kit import noise, packs, publish
-from tests.store.make_golden import STORES, make
+from tests.store.make_golden import LAYER, STORES, make
 
 RELEASES = sorted(path.name for path in STORES.iterdir() if path.is_dir())
 Rows = dict[str, dict[str, Any]]
@@ -236,8 +239,54 @@ def packs_on_disk(path: Path) -> set[str]:
     return {found.stem for found in path.glob(pack_key("*"))}
 
 
+def shown_by(layer: Layer, directory: Inode, prefix: bytes = b"") -> Rows:
+    """What a layer shows, as far as it was not said by names alone or changed with the names in it."""
+    rows: Rows = {}
+    names = layer.names_in(directory)
+    for name, child in zip(names, layer.children(directory, names), strict=True):
+        assert child is not None
+        inode, status = child
+        row: dict[str, Any] = {"type": inode.type.name}
+        if inode.type is EntryType.FILE:
+            file = layer.open_file(inode, write=False)
+            digest = hashlib.sha256(file.read(0, file.size)).hexdigest()
+            file.close()
+            row |= {"mode": stat.S_IMODE(status.mode), "size": status.size, "sha256": digest}
+        elif inode.type is EntryType.SYMLINK:
+            row["target"] = os.fsdecode(layer.readlink(inode))
+        rows[os.fsdecode(prefix + name)] = row
+        if inode.type is EntryType.DIRECTORY:
+            rows |= shown_by(layer, inode, prefix + name + b"/")
+    return rows
+
+
+@pytest.mark.parametrize("release", [release for release in RELEASES if "layer" in expected_of(release)])
+def test_its_layer_goes_on(golden: Path, release: str) -> None:
+    """It shows what it did when it was left; that is stored, and sealed."""
+    expected = expected_of(release)
+    keys = {"FILE": {"mode", "size", "sha256"}, "SYMLINK": {"target"}, "DIRECTORY": set()}
+    rows = {
+        path: {key: value for key, value in row.items() if key in {"type", *keys[row["type"]]}}
+        for path, row in expected["layer"].items()
+    }
+    with Store.open(golden, write=True) as store:
+        with Live(store, LiveOptions(layer=LAYER, seal_after=None)) as live:
+            assert shown_by(live.layer, live.layer.root) == rows
+            assert live.status()["staged_files"] == 1, "and others are encoded"
+            live.flush()
+            assert live.status()["staged_files"] == 0
+            assert shown_by(live.layer, live.layer.root) == rows
+            version = live.seal(b"work")
+        assert version is not None
+        sealed = {os.fsdecode(path): entry.size for path, entry in store.walk(version)}
+        assert sealed == {path[5:]: row["size"] for path, row in rows.items() if path.startswith("work/")}
+        assert not verify(store).problems
+
+
 def test_the_next_golden_store_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonclipfs.limits.LOG_CHECKPOINT_EVERY", 64)
+    for name in ("JOURNAL_RESERVE_BYTES", "JOURNAL_STEP_BYTES"):
+        monkeypatch.setattr(limits, name, getattr(limits, name))
     monkeypatch.setattr("tests.store.test_golden.STORES", tmp_path)
     make(tmp_path / "next")
     test_all_files_of_the_store_are_here("next")
@@ -245,3 +294,4 @@ def test_the_next_golden_store_can_be_made(tmp_path: Path, monkeypatch: pytest.M
     test_it_is_read(path, "next")
     test_it_has_every_kind_of_object(path)
     test_it_has_every_kind_of_record(path, "next")
+    test_its_layer_goes_on(path, "next")
