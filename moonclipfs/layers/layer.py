@@ -24,7 +24,8 @@ from moonclipfs.layers.jobs import Job
 from moonclipfs.layers.journal import Journal
 from moonclipfs.layers.records import SetAttributes, Whole
 from moonclipfs.layers.replay import Recovery, replay
-from moonclipfs.layers.staging import Staging, note_place
+from moonclipfs.layers.staging import Staging
+from moonclipfs.layers.stagingplace import note_place
 from moonclipfs.layers.wholes import apply_whole
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import LayerLock, make_layer

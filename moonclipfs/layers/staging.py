@@ -6,6 +6,7 @@ they never change again.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Set
@@ -13,13 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError, StagingFullError, UsageError
+from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError, StagingFullError
 from moonclipfs.layers.ranges import RangeMap
+from moonclipfs.layers.stagingplace import NAME_DIGITS, staged_numbers
 from moonclipfs.store.backend import FileOps, from_os_error, os_errors
 from moonclipfs.store.cache import BoundedCache
 from moonclipfs.types import Buffer
 
-_DIGITS = 16
+log = logging.getLogger(__name__)
+
 _COPY_BYTES = 1 * limits.MIB
 
 
@@ -327,7 +330,7 @@ class Staging:
 
     def path(self, number: int) -> str:
         """The file of a generation."""
-        return os.path.join(self.directory, f"{number:0{_DIGITS}x}")
+        return os.path.join(self.directory, f"{number:0{NAME_DIGITS}x}")
 
     def create(self, number: int) -> Generation:
         """A new, empty generation. The number was never given before."""
@@ -360,20 +363,33 @@ class Staging:
         return generation
 
     def delete(self, generation: Generation) -> None:
-        """Give the space of a generation back; who reads it may go on. Raises BackendError when that fails."""
+        """Give the space of a generation back; who reads it may go on.
+
+        Never fails: a file that cannot be deleted is an orphan for the next replay.
+        """
         with generation._lock:
             if generation._deleted:
                 return
             if generation._exists:
-                with suppress(CorruptError):  # its file is gone already
-                    generation._kept = generation._file()
-                    if generation.bytes >= limits.LONG_CLOSE_BYTES:
-                        self._closing.append(generation._kept)
-                self.remove(generation.number)
+                self._unlink(generation)
             generation._deleted = True
             self.opened.drop(generation.number)
             self._moved(generation)
             self._generations.pop(generation.number, None)
+
+    def _unlink(self, generation: Generation) -> None:
+        """Delete the file of a generation, which stays open for those who read it."""
+        try:
+            with suppress(CorruptError):  # its file is gone already
+                generation._kept = generation._file()
+                if generation.bytes >= limits.LONG_CLOSE_BYTES:
+                    self._closing.append(generation._kept)
+        except MoonclipError as error:
+            log.warning("%s: whoever still reads it gets an error", error)
+        try:
+            self.remove(generation.number)
+        except MoonclipError as error:
+            log.warning("%s; nobody needs it, and it goes when the layer is opened next", error)
 
     def close_deleted(self) -> None:
         """Let go of large files that were deleted, which frees their space and takes long; not under the lock."""
@@ -381,7 +397,7 @@ class Staging:
 
     def orphans(self, known: Set[int]) -> list[int]:
         """Numbers of the files that belong to no generation in `known`."""
-        return sorted(_numbers(self.directory) - known)
+        return sorted(staged_numbers(self.directory) - known)
 
     def remove(self, number: int) -> None:
         """Delete the file of a number; none is no error."""
@@ -457,35 +473,3 @@ class Staging:
             self.used -= generation.bytes
             self._aside -= generation.bytes if generation._aside else 0
             generation.bytes = 0
-
-
-def note_place(directory: Path, place: Path) -> None:
-    """Note in the directory of a layer that its bytes are staged at `place` from now on. Raises UsageError when some
-    wait at another place: nobody would find them.
-    """
-    default, note = directory / "staging", directory / "staged-in"
-    with os_errors(f"note in {note} where files are staged"):
-        before = Path(os.readlink(note)) if note.is_symlink() else default
-        if before == place:
-            return
-        if before.is_dir() and _numbers(before):
-            option = "without --staging" if before == default else f"with --staging {before.parent}"
-            raise UsageError(f"files of layer {directory.name} wait in {before}: mount it {option}, and unmount it")
-        with suppress(FileNotFoundError):
-            note.unlink()
-        if place != default:
-            note.symlink_to(place)
-
-
-def _numbers(directory: Path) -> set[int]:
-    """Of the generations that have files in a directory."""
-    with os_errors(f"list {directory}"):
-        names = [name for name in os.listdir(directory) if len(name) == _DIGITS]
-    return {number for name in names if (number := _parse(name)) is not None}
-
-
-def _parse(name: str) -> int | None:
-    try:
-        return int(name, 16)
-    except ValueError:
-        return None
