@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from copy import copy
 from typing import NamedTuple
 
 from moonclipfs.layers.ranges import END, RangeMap
@@ -84,6 +85,14 @@ class Content:
         self._changes = RangeMap(_CLEAN)
         self._whole = _CLEAN
         self._put(0, size, PART_RECIPE if recipe != NO_ID else PART_HOLE)
+
+    def copy(self) -> Content:
+        """The same content, to go back to when a change of this one cannot be journalled."""
+        other = copy(self)
+        other._map, other._changes = self._map.copy(), self._changes.copy()
+        other._staged, other._generations = self._staged.copy(), self._generations.copy()
+        other._dropped = self._dropped[:]
+        return other
 
     @property
     def generation(self) -> Generation | None:

@@ -133,6 +133,17 @@ class ContentLog:
                 pending.held |= now.generations
         pending.cleared = pending.changes
 
+    def cleared(self, inode: Inode) -> int:
+        """What `undone` needs to know of a file from before a change."""
+        pending = self._pending.get(inode)
+        return 0 if pending is None else pending.cleared
+
+    def undone(self, inode: Inode, cleared: int) -> None:
+        """The content of a file is again what it was when `cleared` was asked for: the next record tells all of it."""
+        pending = self._pending.get(inode)
+        if pending is not None:
+            pending.cleared, pending.whole = cleared, True
+
     def journal(self, inode: Inode, *, whole: bool = False, durable: bool = False) -> None:
         """Journal what changed of a file, or all with `whole`. `durable` says that its staged bytes are on the disk.
 

@@ -68,16 +68,17 @@ class Files:
 
         def body() -> None:
             self._own(inode)
-            content = content_of(inode)
-            if size == content.size:
-                self._touch(inode, now_ns)
-            else:
-                self._resize(inode, size)
-                inode.mtime_ns = inode.ctime_ns = now_ns
             if not privileged:
                 self._clear_set_ids(inode, now_ns)
+            if size == content_of(inode).size:
+                if not inode.writers:
+                    self.log.journal(inode)
+                self._touch(inode, now_ns)
+            elif inode.writers:
+                self._resize(inode, size, now_ns)
+            else:
+                self._resize_closed(inode, size, now_ns)
             if not inode.writers:
-                self.log.journal(inode)
                 self.jobs.closed(inode)
 
         self.layer.run(body, wait)
@@ -85,15 +86,15 @@ class Files:
     def sync_all(self) -> None:
         """Make durable what was closed, and keep the journal short. Raises NoSpaceError, BackendError."""
         self.log.sync_all()
-        with self.layer.lock:
-            while self.orphans:
-                self.layer.staging.remove(self.orphans[-1])
-                self.orphans.pop()
         journal = self.layer.journal
         # Bytes that are staged in the journal are soon stored: to copy them would only take time.
         is_cheap = self.layer.staging.in_memory <= limits.REWRITE_STAGED_BYTES
         if journal.wants_rewrite and (is_cheap or journal.size > limits.JOURNAL_BYTES):
             self.checkpoint()
+        with self.layer.lock:
+            while self.orphans:
+                self.layer.staging.remove(self.orphans[-1])
+                self.orphans.pop()
 
     def checkpoint(self) -> None:
         """Write the journal anew, with the state as it is. Raises NoSpaceError, BackendError."""
@@ -180,19 +181,32 @@ class Files:
         if not inode.own and inode.links:
             self.layer.adopt_inside(inode)
 
-    def _resize(self, inode: Inode, size: int) -> None:
+    def _resize_closed(self, inode: Inode, size: int, now_ns: int) -> None:
+        """Resize a file that nobody has open for writing: when that cannot be journalled, nothing has changed."""
+        content, times = content_of(inode).copy(), (inode.mtime_ns, inode.ctime_ns)
+        cleared = self.log.cleared(inode)
+        try:
+            self._resize(inode, size, now_ns)
+            self.log.journal(inode)
+        except BaseException:
+            inode.content, (inode.mtime_ns, inode.ctime_ns) = content, times
+            self.log.undone(inode, cleared)
+            raise
+
+    def _resize(self, inode: Inode, size: int, now_ns: int) -> None:
         content = content_of(inode)
         if size:
             self.log.changing(inode)
             content.truncate(size)
-            return
-        self.jobs.replaces(inode, content.recipe)
-        self.log.clearing(inode)
-        kept = content.generations()
-        for generation in kept:
-            generation.frozen = True  # what a crash brings back is written no more
-        self.layer.staging.set_aside(kept)
-        content.clear()
+        else:
+            self.jobs.replaces(inode, content.recipe)
+            self.log.clearing(inode)
+            kept = content.generations()
+            for generation in kept:
+                generation.frozen = True  # what a crash brings back is written no more
+            self.layer.staging.set_aside(kept)
+            content.clear()
+        inode.mtime_ns = inode.ctime_ns = now_ns
 
     def _touch(self, inode: Inode, now_ns: int) -> None:
         self._record(inode, SetAttributes(inode.number, None, None, None, None, now_ns, now_ns))

@@ -31,6 +31,14 @@ class RangeMap:
         """Count of runs."""
         return sum(map(len, self._starts))
 
+    def copy(self) -> RangeMap:
+        """Another map with the same values."""
+        other = RangeMap()
+        other._firsts = self._firsts[:]
+        other._starts = [starts[:] for starts in self._starts]
+        other._values = [values[:] for values in self._values]
+        return other
+
     def get(self, offset: int) -> int:
         """The value at an offset."""
         chunk = bisect_right(self._firsts, offset) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from moonclipfs.errors import (
     CorruptError,
     DirectoryError,
     LimitError,
+    NoSpaceError,
     StagingFullError,
     UsageError,
 )
@@ -23,6 +25,7 @@ from moonclipfs.layers.tree import NotCachedError
 from moonclipfs.store.recipes import Recipe
 from moonclipfs.store.store import Store
 from moonclipfs.types import Entry, EntryType, ObjectId
+from tests.faults import HookedOps
 from tests.layers.filekit import encode, make_file, overwrite, read_all, staging_names, write_file
 from tests.layers.publish import File, publish
 
@@ -131,6 +134,80 @@ def test_truncate_and_extend(layer: Layer) -> None:
     file.close()
     with pytest.raises(LimitError):
         layer.truncate(inode, limits.FILE_BYTES + 1, 9)
+
+
+@pytest.mark.parametrize("size", [0, 5, BIG // 2, 2 * BIG])
+@pytest.mark.parametrize("state", ["staged", "small", "stored", "unsynced"])
+def test_a_truncate_that_is_not_journalled_changes_nothing(
+    store: Store, layer: Layer, state: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever cuts a closed file off and gets an error finds it as it was, now and after a restart."""
+    data = os.urandom(100 if state == "small" else BIG)
+    inode = write_file(layer, b"a", data)
+    if state != "unsynced":
+        layer.sync_all()
+    if state == "stored":
+        encode(layer, *layer.take_jobs(0.0, urgent=True))
+        layer.sync_all()
+    before = layer.stat(inode)
+    append = layer.journal.append
+
+    def full(*_: object) -> None:
+        raise NoSpaceError("the disk is full")
+
+    for _ in range(2):
+        monkeypatch.setattr(layer.journal, "append", full)
+        with pytest.raises(NoSpaceError):
+            layer.truncate(inode, size, 99)
+        assert read_all(layer, inode) == data and layer.stat(inode) == before
+    monkeypatch.setattr(layer.journal, "append", append)
+    layer.sync_all()
+    layer.files.checkpoint()
+    layer.close()
+    again = Layer.open(store, "test")
+    inode = again.lookup(again.root, b"a")
+    assert read_all(again, inode) == data and again.stat(inode).mtime_ns == before.mtime_ns
+    again.truncate(inode, size, 99)
+    again.sync_all()
+    assert read_all(again, inode) == data[:size] + bytes(max(0, size - len(data)))
+    encode(again, *again.take_jobs(0.0, urgent=True))
+    again.sync_all()
+    assert read_all(again, inode) == data[:size] + bytes(max(0, size - len(data)))
+    assert staging_names(again) == []
+    again.close()
+
+
+class UnlinksFail(HookedOps):
+    """No staging file can be deleted."""
+
+    def before(self, name: str, arguments: tuple[object, ...]) -> None:
+        if name == "unlink" and "/staging/" in str(arguments[0]):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_staging_file_that_cannot_be_deleted_is_no_error_of_a_change(
+    store: Store, expect_log: Callable[[str], None]
+) -> None:
+    """What was removed, cut off or replaced is so; the file stays until the layer is opened next."""
+    layer = Layer.open(store, "test", ops=UnlinksFail())
+    for name in (b"removed", b"cut", b"replaced"):
+        write_file(layer, name, os.urandom(BIG))
+    write_file(layer, b"new", b"new")
+    layer.unlink(layer.root, b"removed", 5)
+    layer.truncate(layer.lookup(layer.root, b"cut"), 0, 5)
+    layer.rename(layer.root, b"new", layer.root, b"replaced", 5)
+    layer.sync_all()
+    layer.sync_all()
+    assert sorted(layer.names_in(layer.root)) == [b"cut", b"replaced"] and layer.staging.used == len(b"new")
+    assert len(staging_names(layer)) == 3
+    layer.close()
+    expect_log("WARNING .*cannot delete .*Input/output error; nobody needs it")
+    again = Layer.open(store, "test")
+    assert again.recovery.orphans == 3
+    again.sync_all()
+    assert staging_names(again) == []
+    assert read_all(again, again.lookup(again.root, b"replaced")) == b"new"
+    again.close()
 
 
 def test_set_ids_are_cleared_by_writes_of_others(layer: Layer) -> None:
