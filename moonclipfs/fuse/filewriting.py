@@ -284,7 +284,7 @@ class FileOperations(Operations):
                 used, now = self.layer.staging.used, time.monotonic()
                 if used < staged:
                     staged, since = used, now
-                elif now - since > limits.STAGING_PATIENCE_SECONDS and self.live.encoder.status()["failures"]:
+                elif now - since > limits.STAGING_PATIENCE_SECONDS and self.live.encoder.failures:
                     raise NoSpaceError(f"nothing that is staged can be stored: {error}") from error
                 self.live.encoder.wake()
                 await trio.sleep(seconds)

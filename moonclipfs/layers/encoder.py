@@ -150,6 +150,16 @@ class Encoder:
                 "urgent": self._is_urgent(),
             }
 
+    @property
+    def failures(self) -> int:
+        """How many files could not be encoded yet. Waits for nothing."""
+        return len(self._failed)
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Staged bytes encoded so far. Waits for nothing."""
+        return self._encoded_bytes
+
     # What to do next; under the lock.
 
     def _all(self) -> Iterator[Task]:

@@ -74,7 +74,7 @@ class Reclaimer:
     def tick(self, now: float) -> None:
         """Do what is due, by the monotonic clock: cheap when nothing changed."""
         # What could not be stored is tried again by itself, but only room helps.
-        wanted = self._layer.staging.used if self._encoder.status()["failures"] else 0
+        wanted = self._layer.staging.used if self._encoder.failures else 0
         if self._free() < max(wanted, self._low_mark()) and self._exhausted != self._state():
             self.make_room(wanted)
         with self._lock:
@@ -197,7 +197,7 @@ class Reclaimer:
 
     def _state(self) -> _State:
         """What changes when there may be more to reclaim: names, and objects that come or go."""
-        dropped, encoded = self._layer.files.jobs.dropped, int(self._encoder.status()["encoded_bytes"])
+        dropped, encoded = self._layer.files.jobs.dropped, self._encoder.encoded_bytes
         return self._layer.store.log.names.sequence, dropped, encoded
 
     def _free(self) -> int:

@@ -203,6 +203,25 @@ def test_a_file_that_is_deleted_while_it_waits_is_not_encoded(
     os.rename(generation.path + ".away", generation.path)
 
 
+def test_the_count_of_failures_waits_for_nobody(layer: StubLayer, encoder: Encoder) -> None:
+    """A mount asks for it on the loop, also while hints for what is encoded next are read from the store."""
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with encoder._changed:
+            held.set()
+            go.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(10)
+    began = time.monotonic()
+    assert (encoder.failures, encoder.encoded_bytes) == (0, 0)
+    assert time.monotonic() - began < 5
+    go.set()
+    holder.join()
+
+
 def deadly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, act: str = "os.kill(os.getpid(), 9)") -> None:
     """Let the process die, or do something else, at any file that holds the word."""
     main = tmp_path / "deadly_main.py"

@@ -40,9 +40,6 @@ class LocalEncoder:
         with self._following(), Store.open(self.layer.store.path, write=True, index_path=self._index) as store:
             return carried(reclaim(store, carried(arguments)))
 
-    def status(self) -> dict[str, Any]:
-        return {"encoded_bytes": self.encoded_bytes, "failures": self.failures}
-
     def forgotten(self) -> list[str]:
         """What was forgotten by calls, in order."""
         return [path.decode() for call in self.calls if not call.get("preview") for path, _ in call["forget"]]
