@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from moonclipfs import limits
 from moonclipfs.codec.encoded import decode
 from moonclipfs.errors import BackendError, CorruptError, MoonclipError
+from moonclipfs.store.cores import usable_cores
 from moonclipfs.store.objects import object_id
 from moonclipfs.store.packs import Location, PackReader
 from moonclipfs.store.reader import ObjectReader
@@ -63,7 +63,7 @@ def audit_all(locations: Iterable[Location], packs: PackReader, objects: ObjectR
     """Audit many objects on all cores, in order. Holds about `limits.INGEST_BYTES` in memory."""
     working: deque[tuple[int, Future[Audited]]] = deque()
     in_work = 0
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "audit")
+    pool = ThreadPoolExecutor(usable_cores(), "audit")
     try:
         for location in locations:
             cost = _COST * (location.raw_length + location.encoded_length)

@@ -8,7 +8,6 @@ take from the same object are known to be equal and never read.
 from __future__ import annotations
 
 import enum
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from moonclipfs.errors import LimitError
 from moonclipfs.formats import torchlegacy, torchzip, zipdir
 from moonclipfs.formats.layout import Layout, Region, RegionKind, Tensor
 from moonclipfs.store.changes import ValueChange, compare_values, differing_ranges
+from moonclipfs.store.cores import usable_cores
 from moonclipfs.store.sides import Side, SideFile
 from moonclipfs.store.values import is_number
 from moonclipfs.types import EntryType, Source
@@ -122,7 +122,7 @@ def diff(
     total = len(pairs.both) + len(pairs.added) + len(pairs.removed)
     tensors = [TensorDiff(place.tensor.name, Change.REMOVED, place, None) for place in pairs.removed]
     tensors += [TensorDiff(place.tensor.name, Change.ADDED, None, place) for place in pairs.added]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "diff") as pool:
+    with ThreadPoolExecutor(usable_cores(), "diff") as pool:
         for at in range(0, len(pairs.both), _BATCH):
             if progress:
                 progress(len(tensors), total)

@@ -18,6 +18,7 @@ from pathlib import Path
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError, ExistsError, MoonclipError, NoSpaceError
 from moonclipfs.store.backend import os_errors
+from moonclipfs.store.cores import usable_cores
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.progress import Progress
 from moonclipfs.store.restore import restore_attributes
@@ -75,7 +76,7 @@ def export(
     is_tree = top.type is EntryType.DIRECTORY
     below = store.walk_directory(top.child) if is_tree else [(top.name, top)]
     entries = [(os.path.join(root, name), entry) for name, entry in below]
-    work = _Export(store, progress or (lambda _: None), overwrite, jobs or len(os.sched_getaffinity(0)), failed)
+    work = _Export(store, progress or (lambda _: None), overwrite, jobs or usable_cores(), failed)
     with os_errors(f"write below {target}"):
         above = _make_directories(root)
         todo = work.todo(entries)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ from moonclipfs.formats.cut import CutRules, Piece, cut
 from moonclipfs.formats.layout import Region
 from moonclipfs.formats.sniff import parse
 from moonclipfs.store.bases import Line, candidates, label_of
+from moonclipfs.store.cores import usable_cores
 from moonclipfs.store.directories import encode_directory
 from moonclipfs.store.kept import Kept, Previous
 from moonclipfs.store.objects import object_id
@@ -234,7 +234,7 @@ class Intake:
 def worker_count(share: float = 1.0) -> int:
     """How many threads one ingest uses: a share of the cores that this process may use, as far as memory is enough."""
     most = max(1, limits.INGEST_BYTES // (_COST * limits.OBJECT_BYTES))
-    return max(1, min(most, int(len(os.sched_getaffinity(0)) * share)))
+    return max(1, min(most, int(usable_cores() * share)))
 
 
 def _line(previous: Previous | None) -> Line | None:
