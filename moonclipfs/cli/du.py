@@ -15,7 +15,8 @@ from moonclipfs.store.usage import SetUsage, VersionUsage, du
 @click.option("--json", "as_json", is_flag=True, help="Print an object; keys below.")
 def command(targets: tuple[str, ...], as_json: bool) -> None:
     """Show what snapshots cost: SIZE as plain files; STORED in packs, bases included; of that EXCLUSIVE to the
-    snapshot, freed if it alone is forgotten; SHARED with other kept versions.
+    snapshot, freed if it alone is forgotten; SHARED with other kept versions, or with a
+    layer: what is there in a writable mount is not freed with its snapshot.
 
     TARGET is a store, a snapshot, a version, a prefix or a pattern. The line `total` is the set as a whole: what
     several of its snapshots need counts once, and EXCLUSIVE is freed if all of them are forgotten.

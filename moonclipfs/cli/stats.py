@@ -16,6 +16,7 @@ from moonclipfs.store.usage import Part, StoreStats, stats
 @click.option("--json", "as_json", is_flag=True, help="Print one document; keys below.")
 def command(store: str | None, as_json: bool) -> None:
     """Show what a store holds and by which means space was saved: shared bytes, deltas, full encodings, by dtype.
+    What layers alone need, files of no version yet, is left out of the ratio.
 
     \b
     Examples:
@@ -38,7 +39,7 @@ def command(store: str | None, as_json: bool) -> None:
 def _print(found: StoreStats) -> None:
     click.echo(
         f"{found.files} files of {found.versions} versions: {human(found.logical)} in {found.packs} packs of "
-        f"{human(found.pack_bytes)} ({ratio(found.logical, found.pack_bytes) if found.logical else '-'})"
+        f"{human(found.pack_bytes)} ({ratio(found.logical, found.version_bytes) if found.logical else '-'})"
     )
     plain = [("shared", found.shared), ("holes", found.holes), ("in recipes", found.literals)]
     rows = [("", *_cells(name, Part(raw=size))) for name, size in plain if size]

@@ -22,7 +22,7 @@ from moonclipfs.types import NO_ID, Entry, EntryType, Kind, ObjectId, Version
 @dataclass(frozen=True, slots=True)
 class VersionUsage:
     """Bytes of one version: `logical` as plain files (each hard link group once), `stored` in packs, of which
-    `exclusive` are freed if this version alone goes, and `shared` serve other kept versions too."""
+    `exclusive` are freed if this version alone goes, and `shared` serve other kept versions or layers too."""
 
     version: Version
     logical: int
@@ -31,7 +31,7 @@ class VersionUsage:
 
     @property
     def shared(self) -> int:
-        """Stored bytes that other kept versions need too."""
+        """Stored bytes that other kept versions, or layers, need too."""
         return self.stored - self.exclusive
 
 
@@ -51,7 +51,7 @@ class SetUsage:
 
     @property
     def shared(self) -> int:
-        """Stored bytes that versions outside the set need too."""
+        """Stored bytes that versions outside the set, or layers, need too."""
         return self.stored - self.exclusive
 
 
@@ -150,8 +150,13 @@ class StoreStats:
 
     @property
     def ratio(self) -> float:
-        """Logical bytes for each byte of packs; 0 for an empty store."""
-        return self.logical / self.pack_bytes if self.pack_bytes else 0.0
+        """Logical bytes for each byte of packs that is not there for layers alone; 0 for none."""
+        return self.logical / self.version_bytes if self.version_bytes else 0.0
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of packs, but for what layers alone need: their files are in no version yet."""
+        return self.pack_bytes - self.layers.stored
 
 
 def stats(store: Store) -> StoreStats:

@@ -316,7 +316,7 @@ def test_reports_count_what_layers_need(store: Store, layer: Layer) -> None:
     publish(store, "a", {"m": noise(1)})
     publish(store, "b", {"m": noise(2)})
     versions = [store.resolve("a"), store.resolve("b")]
-    alone = du(store, versions)
+    ratio, alone = stats(store).ratio, du(store, versions)
     assert alone.exclusive == alone.stored > 40_000
     layer.store.names()
     layer.keep(noise(3))
@@ -326,6 +326,7 @@ def test_reports_count_what_layers_need(store: Store, layer: Layer) -> None:
     assert shared.exclusive == alone.versions[1].exclusive
     found = stats(store)
     assert (found.layers.objects, found.dead) == (2, 0) and found.layers.raw > 20_000
+    assert found.ratio == pytest.approx(ratio, rel=0.01), "files of no version yet are no loss"
     parts = [found.full, found.delta, found.trees, found.only_bases, found.layers]
     assert sum(part.stored for part in parts) + found.dead + found.overhead == found.pack_bytes
 
