@@ -26,6 +26,7 @@ from moonclipfs.errors import CorruptError, LimitError, MoonclipError, NotFoundE
 from moonclipfs.formats.layout import Tensor
 from moonclipfs.layers.claims import Claim, Claims
 from moonclipfs.layers.links import follow as walk_links
+from moonclipfs.store.cores import usable_cores
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import close_names, locate, parse_target
@@ -364,7 +365,7 @@ def read_whole(reader: FileReader, offset: int, out: memoryview) -> None:
     elif len(out) <= step:
         reader.stream_into(offset, out)
     else:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "read") as pool:
+        with ThreadPoolExecutor(usable_cores(), "read") as pool:
             parts = range(0, len(out), step)
             for _ in pool.map(lambda at: reader.stream_into(offset + at, out[at : at + step]), parts):
                 pass

@@ -25,6 +25,7 @@ from moonclipfs.fuse.reading import Reads
 from moonclipfs.fuse.refresh import NameRefresher, Refresher
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.tree import Tree
+from moonclipfs.store.cores import usable_cores
 from moonclipfs.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Server:
             log.info("this mount has no lease: what is forgotten may be reclaimed while it is read here")
         self.tree = Tree(store, show_virtual=options.show_virtual)
         self.holds.add(self.tree.view.sequence)
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         self.reads = Reads(options.cache_bytes, cores)
         self.answers: Mapping[str, Answer] = {"ping": self.ping, "stats": self.stats}
         self.verbs: Mapping[str, Verb] = {}
