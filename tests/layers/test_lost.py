@@ -50,7 +50,7 @@ def lose(layer: Layer, path: str) -> None:
 def test_a_capture_whose_bytes_are_lost_is_given_up(
     store: Store, layer: Layer, expect_log: Callable[[str], None]
 ) -> None:
-    """It is told with the names of directory and file, and the next seal takes the directory as it is then."""
+    """A capture whose staged bytes are lost is given up, and told: the next seal takes the directory as it is then."""
     sealer = sealer_of(layer)
     inode = put(layer, "run/a/big", DATA)
     put(layer, "run/a/small", b"small")
