@@ -15,6 +15,7 @@ from moonclipfs.fuse.mount import unmount
 from moonclipfs.fuse.mounts import mount_at, mount_source
 from moonclipfs.fuse.prepare import check_mountpoint
 from moonclipfs.store.store import Store
+from tests.fuse.conftest import eventually
 
 if not os.path.exists("/dev/fuse") or os.geteuid() != 0:
     pytest.skip("needs /dev/fuse and root, to mount without a server's help", allow_module_level=True)
@@ -80,7 +81,10 @@ def test_a_killed_server_that_cannot_end_is_in_the_way_of_nobody(
 
 def test_umount_of_one_ends_who_waits_for_it(server: subprocess.Popen[str], tmp_path: Path) -> None:
     assert server.stdin is not None
+    mount = mount_at(str(tmp_path / "mnt"))
+    assert mount is not None
     print("die", file=server.stdin, flush=True)
+    eventually(lambda: killed_server(mount) is not None)  # it takes a moment to die
     with subprocess.Popen(["stat", str(tmp_path / "mnt" / "file")], stderr=subprocess.DEVNULL) as waiting:
         unmount(str(tmp_path / "mnt"), lazy=True)
         assert waiting.wait(10) != 0
