@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from moonclipfs.fuse.control import ask
+from moonclipfs.fuse.killed import abort, killed_server
 from moonclipfs.fuse.mount import unmount
+from moonclipfs.fuse.mounts import mount_at
 from moonclipfs.layers.unfinished import check_layers
 from moonclipfs.store.check import verify
 from moonclipfs.store.health import State, check_store
@@ -73,6 +75,12 @@ class Loop:
             time.sleep(seconds)
             assert [one.poll() for one in running] == [None] * len(running), "a program ended before the kill"
             os.kill(mounted.pid, signal.SIGKILL)
+            time.sleep(0.5)
+            # A thread of it may wait for a program that waits for its answer: the next mount would end that, but here
+            # the programs are to end first.
+            mount = mount_at(str(mounted.path))
+            if mount is not None and (pid := killed_server(mount)) is not None:
+                assert abort(mount, pid)
             eventually(lambda: not is_running(mounted.pid))
         for log in self.logs.iterdir():
             self.promises.read(log)
