@@ -60,7 +60,8 @@ def test_the_format_document_quotes_the_limits() -> None:
 def test_c_floats_are_rounded_alike_on_every_machine() -> None:
     """They choose models: fused where a processor can, they would give the same object other bytes there."""
     project = tomllib.loads((ROOM.parent.parent / "pyproject.toml").read_text())
-    (extension,) = project["tool"]["setuptools"]["ext-modules"]
+    extensions = project["tool"]["setuptools"]["ext-modules"]
+    (extension,) = [one for one in extensions if one["name"] == "moonclipfs._codec"]
     assert "-ffp-contract=off" in extension["extra-compile-args"]
     assert not {"-ffast-math", "-Ofast"} & set(extension["extra-compile-args"])
 
