@@ -103,6 +103,7 @@ def _mounts_below(directory: Path) -> list[str]:
 def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail a session that leaves a mount or a process, after clearing it away."""
     mark = uuid.uuid4().hex
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what nohup ignores, programs that are started here would ignore too
     os.environ[SESSION_VARIABLE] = mark
     yield
     mounts = _mounts_below(tmp_path_factory.getbasetemp())

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ NO_FUSE_HINT = (
     "without FUSE, `moonclipfs export` and the Python reader give the same bytes"
 )
 _ANSWER_SECONDS = 5.0
+_ASK_AGAIN_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ def detach(place: str, *, lazy: bool) -> subprocess.CompletedProcess[str]:
 
 def _check_mount_in_the_way(mount: Mount) -> None:
     """Clear a dead mount of ours. Raises BusyError for a living one of ours, MountError for a foreign dead one."""
-    state = _answer_of(mount.mountpoint)
+    state = _settled_answer(mount.mountpoint)
     if state is None and mount.is_ours and (pid := killed_server(mount)) is not None:
         if not abort(mount, pid):
             raise MountError(
@@ -163,9 +165,7 @@ def _check_mount_in_the_way(mount: Mount) -> None:
             )
         if mount_at(mount.mountpoint) != mount:
             return
-        state = _answer_of(mount.mountpoint)
-    if state == errno.ECONNABORTED:  # the server was being killed when it was asked
-        state = _answer_of(mount.mountpoint)
+        state = _settled_answer(mount.mountpoint)
     if state == errno.ENOTCONN:
         if not mount.is_ours:
             raise MountError(f"a dead mount ({mount.type}, {mount.source}) is at {mount.mountpoint}: unmount it first")
@@ -176,6 +176,14 @@ def _check_mount_in_the_way(mount: Mount) -> None:
     elif mount.is_ours:
         said = "is mounted there already" if state is not None else "is mounted there, and its server does not answer"
         raise BusyError(f"{mount.mountpoint}: {mount.store} {said}; `moonclipfs umount {mount.mountpoint}` first")
+
+
+def _settled_answer(mountpoint: str) -> int | None:
+    """As `_answer_of`; a server that is being killed while it is asked is asked again, until the mount is dead."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while (answer := _answer_of(mountpoint)) == errno.ECONNABORTED and time.monotonic() < deadline:
+        time.sleep(_ASK_AGAIN_SECONDS)
+    return answer
 
 
 def _answer_of(mountpoint: str) -> int | None:
