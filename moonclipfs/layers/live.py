@@ -107,9 +107,13 @@ class Live:
             log.error("not everything is stored: %s", problem)
 
     def flush(self) -> None:
-        """Return when everything written so far is encoded and durable. Raises what kept some of it from that."""
+        """Return when everything written so far is encoded and durable, what was captured for seals too.
+
+        Raises what kept some of it from that.
+        """
         self.layer.sync_all()
         self._drain()
+        self.sealer.publish_pending()
         self.layer.push_names()
 
     def seal(self, path: bytes, *, wait: bool = True) -> Version | None:

@@ -187,7 +187,7 @@ class Sealer:
         if len(self._layer.captures) and now >= self._next_publish:
             self._next_publish = now + limits.RETRY_SECONDS
             try:
-                self._publish_pending()
+                self.publish_pending()
             except MoonclipError as error:
                 failures.append(error)
         if self._seal_after is not None:
@@ -223,6 +223,10 @@ class Sealer:
         with self._layer.lock:
             return [text for number, text in self._given_up.items() if number in self._layer.state.own]
 
+    def publish_pending(self) -> None:
+        """Publish all that was captured. Tries all, then raises the first error."""
+        self._publish_pending()
+
     def close(self, clean: bool = True) -> None:
         """Publish what waits; at a clean end, seal what is left too, as `incomplete` where something is missing.
 
@@ -230,7 +234,7 @@ class Sealer:
         """
         failure: MoonclipError | None = None
         try:
-            self._publish_pending()
+            self.publish_pending()
             units = open_units(self._layer) if clean and self._seal_after is not None else []
         except MoonclipError as error:
             failure, units = error, []
