@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -43,7 +44,7 @@ class Reader(Protocol):
         ...
 
 
-class ReadHandle:
+class ReadHandle(ABC):
     """An open file, as far as reading it goes. `sequence` is the log record whose names are held for it."""
 
     __slots__ = ("reader", "sequence", "streams", "users")
@@ -55,9 +56,9 @@ class ReadHandle:
         self.streams: list[Stream] = []
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """The path from the root of the mount, for messages."""
-        raise NotImplementedError
 
     def follow(self, offset: int, size: int) -> Stream | None:
         """Take note of a read; return its stream if it continues one, or begins one at the head of the file."""

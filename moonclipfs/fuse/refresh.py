@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import pyfuse3
@@ -22,7 +23,7 @@ from moonclipfs.store.store import Store
 log = logging.getLogger(__name__)
 
 
-class Refresher:
+class Refresher(ABC):
     """Looks at the log for as long as `run` runs; what there is to do then is said by a subclass."""
 
     def __init__(self, store: Store, holds: Holds) -> None:
@@ -53,8 +54,9 @@ class Refresher:
         self._scope.cancel()
         await self._stopped.wait()
 
+    @abstractmethod
     async def _refresh(self) -> None:
-        raise NotImplementedError
+        """Look once, and tell the kernel what changed."""
 
     def _keep_lease(self) -> None:
         """A mount lives long: whoever is stopped for a minute may be taken for dead, and a full disk has room again."""
