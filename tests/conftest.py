@@ -103,7 +103,10 @@ def _mounts_below(directory: Path) -> list[str]:
 def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail a session that leaves a mount or a process, after clearing it away."""
     mark = uuid.uuid4().hex
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what nohup ignores, programs that are started here would ignore too
+    # What nohup, or a shell for its background jobs, ignores, programs that are started here would ignore too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     os.environ[SESSION_VARIABLE] = mark
     yield
     mounts = _mounts_below(tmp_path_factory.getbasetemp())
