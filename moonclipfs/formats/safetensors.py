@@ -6,7 +6,8 @@ does no harm: any key order, gaps between tensors and bytes after them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from moonclipfs import limits
@@ -77,6 +78,26 @@ def parse(source: Source) -> Layout:
     missing = max((header_end + entry.end for entry in entries), default=0) - source.size
     reason = short_by(missing) if missing > 0 else ""
     return Layout(FORMAT, covered, tuple(tensors), metadata, reason, truncated=missing > 0)
+
+
+def make_header(
+    tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the first bytes of a file of these tensors (name, dtype, shape), whose data follow without gaps.
+
+    They are those that the safetensors library writes for tensors in this order: it puts wider elements first, then
+    sorts by name. Raises ParseError for a tensor that the format cannot hold.
+    """
+    fields: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape in tensors:
+        if name in fields or name == _METADATA or _DTYPES.get(dtype.name) is not dtype:
+            raise ParseError(f"{quoted(name)} of type {dtype.name}: a safetensors file cannot hold it")
+        start, end = end, end + tensor_bytes(name, shape, dtype.bits)
+        fields[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def _metadata(value: object) -> Mapping[str, str]:

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from moonclipfs import limits
+from moonclipfs.errors import ParseError
 from moonclipfs.formats.layout import RegionKind
+from moonclipfs.formats.safetensors import make_header
 from moonclipfs.formats.sniff import parse
 from moonclipfs.types import BytesSource, DType
 from tests.formats.samples import (
@@ -214,3 +216,28 @@ def test_a_source_that_fails_is_not_taken_for_a_broken_file() -> None:
 
     with pytest.raises(OSError, match="disk"):
         parse(Failing(b"12345678{}"))
+
+
+@pytest.mark.parametrize("metadata", [None, {"f\u00e9": '\\n"'}])
+def test_a_header_that_is_made_is_the_one_of_the_library(metadata: dict[str, str] | None) -> None:
+    torch = pytest.importorskip("torch", reason="torch and safetensors write the file here")
+    library = pytest.importorskip("safetensors.torch", reason="torch and safetensors write the file here")
+    tensors = {
+        "b": torch.ones(2, 3),
+        'a\u00e9"\\\n': torch.ones(3).half(),
+        "c": torch.tensor(1.0),
+        "e": torch.empty(0, 3),
+    }
+    data = library.save(tensors, metadata)
+    layout = layout_of(data)
+    parts = [(tensor.name, tensor.dtype, tensor.shape) for tensor in layout.tensors]
+    made = make_header(
+        sorted(parts, key=lambda part: data.index(json.dumps(part[0], ensure_ascii=False).encode())), metadata
+    )
+    assert data.startswith(made) and len(made) == layout.regions[0].length
+
+
+@pytest.mark.parametrize("names", [["w", "w"], ["__metadata__"]])
+def test_a_header_names_each_tensor_once(names: list[str]) -> None:
+    with pytest.raises(ParseError, match="cannot hold it"):
+        make_header([(name, DType.U8, (1,)) for name in names])
