@@ -123,6 +123,9 @@ class Adopting(NameSync):
                 moved = self.state.own.get(inode_number(self.id, b"in", lower.anchor, path))
                 if moved is not None and moved.lower is not None and moved.lower[:2] == (lower.anchor, path):
                     starts.setdefault(path + b"/", moved)
+        below = self.root.lower if self.fixed else None
+        if below is not None and (below.anchor, below.root) == (lower.anchor, lower.root):
+            starts[b""] = self.root
         if b"" not in starts:
             leaves = self.view.area(Area.LIVE).leaves.items()
             for path in (path for path, leaf in leaves if isinstance(leaf, Version) and leaf.root == lower.root):

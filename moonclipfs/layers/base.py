@@ -33,16 +33,25 @@ class Missing(NotCachedError):
         self.load = load
 
 
+class Caches:
+    """What is known of directory objects, for any number of layers of one store. Thread-safe."""
+
+    def __init__(self) -> None:
+        capacity = limits.DIRECTORY_CACHE_ENTRIES
+        self.directories: BoundedCache[ObjectId, Mapping[bytes, Entry]] = BoundedCache(capacity)
+        self.subdirectories: BoundedCache[ObjectId, int] = BoundedCache(capacity)
+        self.groups: BoundedCache[ObjectId, Groups] = BoundedCache(capacity)
+        self.linked: BoundedCache[ObjectId, bool] = BoundedCache(capacity)
+
+
 class Base:
     """Directory objects by id. Thread-safe."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, caches: Caches | None = None) -> None:
         self._store = store
-        capacity = limits.DIRECTORY_CACHE_ENTRIES
-        self._directories: BoundedCache[ObjectId, Mapping[bytes, Entry]] = BoundedCache(capacity)
-        self._subdirectories: BoundedCache[ObjectId, int] = BoundedCache(capacity)
-        self._groups: BoundedCache[ObjectId, Groups] = BoundedCache(capacity)
-        self._linked: BoundedCache[ObjectId, bool] = BoundedCache(capacity)
+        caches = caches or Caches()
+        self._directories, self._subdirectories = caches.directories, caches.subdirectories
+        self._groups, self._linked = caches.groups, caches.linked
         self.pinned: dict[object, object] = {}
         """What the call that holds the layer's lock has loaded for itself, in case the caches are too small."""
 

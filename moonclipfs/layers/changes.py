@@ -239,7 +239,7 @@ class Changes(Adopting):
         if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
             raise UsageError(f"{name!r} cannot be the name of a file")
         if directory is self.root:
-            if name.startswith(b"@"):
+            if name.startswith(b"@") and not self.fixed:
                 raise NotPermittedError(f"{os.fsdecode(name)!r}: names that begin with @ are taken at the root")
         elif not directory.links:
             raise NotFoundError(f"{directory} was removed")

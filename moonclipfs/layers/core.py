@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from moonclipfs.errors import CorruptError, NotFoundError
-from moonclipfs.layers.base import Base, Missing
-from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.base import Base, Caches, Missing
+from moonclipfs.layers.inodes import ROOT_NUMBER, Inode, root_number
 from moonclipfs.layers.journal import Journal
-from moonclipfs.layers.names import View
+from moonclipfs.layers.names import View, no_names
 from moonclipfs.layers.records import Record
 from moonclipfs.layers.staging import Staging
 from moonclipfs.layers.state import State
@@ -27,8 +27,18 @@ class Core:
     journal: Journal
     staging: Staging
 
-    def __init__(self, store: Store, name: str, layer_id: bytes, directory: Path) -> None:
-        """Use `Layer.open`."""
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        layer_id: bytes,
+        directory: Path,
+        *,
+        fixed: bool = False,
+        caches: Caches | None = None,
+    ) -> None:
+        """Use `Layer.open`. A `fixed` layer is an overlay: it stands on one base, and shows no names of the log."""
+        self.fixed = fixed
         self.store = store
         self.name = name
         self.id = layer_id
@@ -37,12 +47,15 @@ class Core:
         """Of all state in memory. Nobody waits for the store, the log, an fsync or a thread while holding it."""
         self.names_lock = threading.Lock()
         """Held by whoever changes the names of the log, or adopts them; taken before `lock`."""
-        self.state = State(layer_id)
+        self.state = State(layer_id, root_number(layer_id) if fixed else ROOT_NUMBER)
         self.root = self.state.root
-        self.base = Base(store)
-        names = store.names()
-        self.view = View(names)
-        store.saw(names)
+        self.base = Base(store, caches)
+        if fixed:
+            self.view = View(no_names())
+        else:
+            names = store.names()
+            self.view = View(names)
+            store.saw(names)
         self.before_rename: Callable[[Inode, Inode | None], None] = lambda inode, replaced: None
         """Called under the lock: the first inode is about to take the place of the other, if there is one."""
 

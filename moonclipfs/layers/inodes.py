@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moonclipfs.layers.content import Content
 
 ROOT_NUMBER = 1
+"""Of the root of a live layer; that of an overlay has one of its own (`root_number`): many share a mount."""
 _OWN_BIT = 1 << 62
 """Numbers of layers have this bit, those of read-only trees (`tree.inode_number`) do not."""
 
@@ -140,6 +141,11 @@ class Inode:
 
     def __repr__(self) -> str:
         return f"<inode {self.number:x} {self.type.name.lower()} own={self.own}>"
+
+
+def root_number(layer_id: bytes) -> int:
+    """The number of the root of an overlay."""
+    return inode_number(layer_id, b"root")
 
 
 def inode_number(layer_id: bytes, *identity: bytes) -> int:

@@ -4,8 +4,8 @@ A record is in the page cache when `append` returns, so a killed process loses n
 `commit` that began later returns. After a power failure, or on another machine, what stands behind the last commit
 mark does not count, nor do contents whose bytes were not synced.
 
-Space is preallocated ahead of the end, and the last `limits.JOURNAL_RESERVE_BYTES` of it are not for new data: names
-can be removed and changed on a full disk.
+Space is preallocated ahead of the end, unless the journal is one of many, and the last `limits.JOURNAL_RESERVE_BYTES`
+of it are not for new data: names can be removed and changed on a full disk.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class Journal:
         lock: threading.RLock | None = None,
         layer_id: bytes = bytes(16),
         boot: bytes | None = None,
+        reserve: bool = True,
     ) -> None:
         """`before_commit` syncs what must be on the disk before the records so far are, and may append records.
 
         It is called by the thread that commits: without locks, again as long as it returns True (there was something
         to sync), and then once more under `lock`, right before the commit mark: so nothing comes in between. `lock`
-        is the layer's, under which all records are appended. `boot` is for tests.
+        is the layer's, under which all records are appended. Without a `reserve` nothing is preallocated: a full disk
+        takes nothing more. `boot` is for tests.
         """
         self.directory = directory
         self._ops = ops
@@ -67,6 +69,7 @@ class Journal:
         self._layer_lock = lock or threading.RLock()
         self._layer_id = layer_id
         self._boot = this_boot() if boot is None else boot
+        self._reserve = reserve
         self._lock = threading.Lock()
         """Of all below; taken after the layer's lock."""
         self._fd = -1
@@ -195,6 +198,8 @@ class Journal:
         """See that `length` bytes and the reserve behind them have their space, or without more space, that
         `spared` bytes of the reserve are left.
         """
+        if not self._reserve:
+            return
         wanted = self._end + length + limits.JOURNAL_RESERVE_BYTES
         enough = self._end + length + spared <= self._allocated
         if wanted <= self._allocated or (enough and time.monotonic() < self._retry_at):

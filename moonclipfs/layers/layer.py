@@ -1,4 +1,4 @@
-"""A writable copy-on-write tree over a store: the live layer of a mount, without the mount.
+"""A writable copy-on-write tree over a store: the live layer of a mount, without the mount, or an overlay.
 
 What a layer shows is told by `lookup.py`, how it changes by `changes.py` and `adopting.py`, and how it and the names
 of the log follow each other by `namesync.py`. Every change is a journal record that is appended, then applied
@@ -11,18 +11,21 @@ import os
 import socket
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moonclipfs import limits
+from moonclipfs.errors import CorruptError
+from moonclipfs.layers.base import Caches
 from moonclipfs.layers.capture import Captures
 from moonclipfs.layers.changes import Changes
 from moonclipfs.layers.files import Files, OpenFile
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.jobs import Job
 from moonclipfs.layers.journal import Journal
-from moonclipfs.layers.records import SetAttributes, Whole
+from moonclipfs.layers.records import Based, SetAttributes, Whole
 from moonclipfs.layers.replay import Recovery, replay
 from moonclipfs.layers.staging import Staging
 from moonclipfs.layers.stagingplace import note_place
@@ -30,7 +33,15 @@ from moonclipfs.layers.wholes import apply_whole
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import LayerLock, make_layer
 from moonclipfs.store.store import Store
-from moonclipfs.types import ObjectId
+from moonclipfs.types import Kind, ObjectId
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What makes a layer an overlay: `base`, of one that is new, and what is known of directories, shared by many."""
+
+    base: Based | None = None
+    caches: Caches | None = None
 
 
 class Layer(Changes):
@@ -53,38 +64,48 @@ class Layer(Changes):
         staging: Path | None = None,
         staging_limit: int = limits.STAGING_BYTES,
         ops: FileOps | None = None,
+        fixed: Fixed | None = None,
     ) -> Layer:
         """Take a layer of a store that is open for writing, which is made unless it is there, and replay its journal.
 
         `mountpoint` is for those who find it taken. `staging` is where bytes wait to be encoded, of at most
-        `staging_limit`; else a directory of the layer. Raises BusyError when another process has it, UsageError for
-        a bad name, and when bytes wait at another place, CorruptError, NoSpaceError, PermissionDeniedError,
-        BackendError.
+        `staging_limit`; else a directory of the layer. `fixed` makes it an overlay. Raises BusyError when another
+        process has it, UsageError for a bad name, and when bytes wait at another place, CorruptError, NoSpaceError,
+        PermissionDeniedError, BackendError.
         """
         ops = ops or FileOps()
         directory, layer_id = make_layer(store, name)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint}
         lock = LayerLock.acquire(directory, holder)
-        store.layers += 1
+        # An overlay relies on its journal alone, a live layer on the names that it shows too.
+        store.layers += fixed is None
         try:
-            layer = cls(store, name, layer_id, directory)
+            layer = cls(
+                store,
+                name,
+                layer_id,
+                directory,
+                fixed=fixed is not None,
+                caches=None if fixed is None else fixed.caches,
+            )
             layer._lock_file = lock
             place = directory / "staging" if staging is None else staging / f"{store.config.store_id}-{name}"
             note_place(directory, place.absolute())
             layer.staging = Staging(place, staging_limit, ops)
             layer.journal = Journal(
-                directory / "journal", ops, lambda: layer._before_commit(), lock=layer.lock, layer_id=layer_id
-            )
+                directory / "journal", ops, lambda: layer._before_commit(), lock=layer.lock, layer_id=layer_id,
+                reserve=fixed is None,
+            )  # fmt: skip
             layer.files = Files(layer)
             layer.captures = Captures(layer, layer.files)
             layer.files.captured = layer.captures.records
             try:
-                layer._recover()
+                layer._recover(fixed)
             except BaseException:
                 layer.journal.close()
                 raise
         except BaseException:
-            store.layers -= 1
+            store.layers -= fixed is None
             lock.release()
             raise
         return layer
@@ -94,7 +115,7 @@ class Layer(Changes):
         if not self._closed:
             self._closed = True
             self.journal.close()
-            self.store.layers -= 1
+            self.store.layers -= not self.fixed
             self._lock_file.release()
 
     # Contents of files, see `files.py`, `contentlog.py` and `jobs.py`
@@ -137,13 +158,24 @@ class Layer(Changes):
         captured, ordered = self.captures.before_commit(), self.files.log.before_commit()
         return captured or ordered
 
-    def _recover(self) -> None:
+    def _recover(self, fixed: Fixed | None) -> None:
         state = self.state
         state.handle(Whole, partial(apply_whole, state))
         self.recovery = replay(self, self.files, self.captures.generations)
         with self.lock:
             self.captures.recover()
-        if not self.recovery.records:
+        if fixed is not None:
+            self._stand_on(fixed.base)
+        elif not self.recovery.records:
             now_ns, root = time.time_ns(), self.root
             self.record(SetAttributes(root.number, root.mode, root.uid, root.gid, now_ns, now_ns, now_ns))
         self._catch_up()
+
+    def _stand_on(self, base: Based | None) -> None:
+        """A new overlay gets its base; one that was there has it in its journal."""
+        if self.recovery.records or base is None:
+            if self.state.based is None:
+                raise CorruptError(f"the journal of {self.name} does not say what it stands on")
+            return
+        self.record(base, [(Kind.DIRECTORY, base.base)])
+        self.journal.commit()

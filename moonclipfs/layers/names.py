@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from moonclipfs.store.log import Names
+from moonclipfs.store.replay import State
 from moonclipfs.types import Version
 
 LATEST_NAME = b"@latest"
@@ -122,6 +123,11 @@ class View:
             up = b"../" * (place.count(b"/") + 1)
             leaves[place] = Link(up + path_bytes(version.path), version)
         return leaves
+
+
+def no_names() -> Names:
+    """A log without records."""
+    return Names(State())
 
 
 def join(directory: bytes, name: bytes) -> bytes:

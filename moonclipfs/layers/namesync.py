@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moonclipfs.errors import ExistsError, MoonclipError, NotEmptyError, NotFoundError
-from moonclipfs.layers.base import Missing
+from moonclipfs.layers.base import Caches, Missing
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.lookup import ABSENT, Lookup
 from moonclipfs.layers.names import Area, View, join
@@ -39,9 +39,18 @@ class NameSync(Lookup):
     _shut: frozenset[Inode] = frozenset()
     """Directories that get no new entries meanwhile."""
 
-    def __init__(self, store: Store, name: str, layer_id: bytes, directory: Path) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        layer_id: bytes,
+        directory: Path,
+        *,
+        fixed: bool = False,
+        caches: Caches | None = None,
+    ) -> None:
         """Use `Layer.open`."""
-        super().__init__(store, name, layer_id, directory)
+        super().__init__(store, name, layer_id, directory, fixed=fixed, caches=caches)
         self._changed_names: dict[tuple[bytes, bytes], None] = {}
         """(path of a directory, name) of what changed its meaning since it was last asked."""
 
@@ -52,6 +61,8 @@ class NameSync(Lookup):
 
         What is own and has unsealed changes stays as it is. Blocks. Raises BackendError, CorruptError, NoSpaceError.
         """
+        if self.fixed:
+            return []
         with self.names_lock:
             if self.state.moving is not None:
                 self._finish_move()

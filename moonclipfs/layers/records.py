@@ -267,6 +267,27 @@ class Unbinding(NamedTuple):
     sequence: int
 
 
+class Based(NamedTuple):
+    """The layer is an overlay: whatever it has no own entries for shows through from the directory object `base`, NO_ID
+    for nothing. The first record of its journal, which keeps `base` from gc; also in a journal that is written anew.
+
+    Then come the attributes of the root, and `anchor`, which numbers what shows through (see `inodes.Lower`). A later
+    one says that the overlay stands on another base from here on: `lowers` are what shows through each own directory,
+    (number, path in the base, directory object). `settings` is JSON, see `overlaydirs.OverlayInfo`.
+    """
+
+    base: ObjectId
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    ctime_ns: int
+    xattrs: tuple[tuple[bytes, bytes], ...]
+    anchor: bytes
+    settings: bytes
+    lowers: tuple[tuple[int, bytes, ObjectId], ...] = ()
+
+
 Record: TypeAlias = (
     Make
     | Adopt
@@ -286,6 +307,7 @@ Record: TypeAlias = (
     | Counters
     | Unbinding
     | Kept
+    | Based
 )
 
 _TYPES: tuple[Callable[..., Any], ...] = (
@@ -307,6 +329,7 @@ _TYPES: tuple[Callable[..., Any], ...] = (
     Counters,
     Unbinding,
     Kept,
+    Based,
 )
 _CODES = {type_: code for code, type_ in enumerate(_TYPES, 1)}
 

@@ -16,6 +16,7 @@ from moonclipfs.layers.inodes import ROOT_NUMBER, Inode, Lower, inode_number
 from moonclipfs.layers.names import join
 from moonclipfs.layers.records import (
     Adopt,
+    Based,
     Counters,
     Dropped,
     Kept,
@@ -36,12 +37,12 @@ from moonclipfs.types import NO_ID, EntryType
 class State:
     """The own inodes of a layer, and the numbers that it gave out."""
 
-    def __init__(self, layer_id: bytes) -> None:
-        """An empty layer. `layer_id` keys the inode numbers."""
+    def __init__(self, layer_id: bytes, root: int = ROOT_NUMBER) -> None:
+        """An empty layer, whose root has the number `root`. `layer_id` keys the inode numbers."""
         self.layer_id = layer_id
-        self.root = Inode(ROOT_NUMBER, EntryType.DIRECTORY, 0o755, os.geteuid(), os.getegid())
+        self.root = Inode(root, EntryType.DIRECTORY, 0o755, os.geteuid(), os.getegid())
         self.root.own = True
-        self.own: dict[int, Inode] = {ROOT_NUMBER: self.root}
+        self.own: dict[int, Inode] = {root: self.root}
         self.seen: WeakValueDictionary[int, Inode] = WeakValueDictionary()
         """All inodes, by number. One that is not own stays while the kernel, a handle or a child refers to it."""
         self.remembered: dict[int, Inode] = {}
@@ -58,6 +59,8 @@ class State:
         self.captured: dict[int, int] = {}
         """The directory (an inode number) of each capture that is not published yet, by the number of the capture."""
         self.moving: Moving | None = None
+        self.based: Based | None = None
+        """What an overlay stands on; None for a live layer."""
         self.names_version = 1
         """Changes whenever the names of the log mean something else, or lower directories do."""
         self.on_gone: Callable[[Inode], None] = lambda inode: None
@@ -75,6 +78,7 @@ class State:
             Unbound: lambda record: self.unbinding.pop(record.sequence, None),
             Unbinding: lambda record: self.unbinding.update({record.sequence: record.path}),
             Moving: self._move,
+            Based: self._base,
             Counters: self._count,
         }
 
@@ -319,6 +323,20 @@ class State:
 
     def _move(self, record: Moving) -> None:
         self.moving = record if record.old else None
+
+    def _base(self, record: Based) -> None:
+        first, self.based = self.based is None, record._replace(lowers=())
+        if first:
+            root = self.root
+            root.mode, root.uid, root.gid, root.xattrs = record.mode, record.uid, record.gid, dict(record.xattrs)
+            root.atime_ns = root.mtime_ns = record.mtime_ns
+            root.ctime_ns = record.ctime_ns
+        self.root.lower = Lower(record.anchor, b"", record.base, record.base)
+        self.root.counted = 0
+        for number, path, directory in record.lowers:
+            inode = self.directory(number)
+            inode.lower, inode.counted = Lower(record.anchor, path, directory, record.base), 0
+        self.names_version += 1
 
     def _end_move(self, paths: set[bytes]) -> None:
         if self.moving is not None and {self.moving.old, self.moving.new} == paths:

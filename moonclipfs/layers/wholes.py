@@ -15,6 +15,8 @@ Refs = list[tuple[Kind, ObjectId]]
 def whole_records(state: State) -> Iterator[tuple[Record, Refs]]:
     """All own state but contents and captures. Under the lock of the layer, until the end."""
     yield Counters(state.inodes, state.generations, state.captures, state.change), []
+    if state.based is not None:
+        yield state.based, [(Kind.DIRECTORY, state.based.base)]
     others: list[Inode] = []
     todo = [state.root]
     while todo:
