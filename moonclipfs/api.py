@@ -11,9 +11,8 @@ import io
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, LimitError, MoonclipError, NotFoundError, UsageError
+from moonclipfs.errors import CorruptError, LimitError, NotFoundError, UsageError, as_os_errors
 from moonclipfs.formats.layout import Tensor
 from moonclipfs.layers.claims import Claim, Claims
 from moonclipfs.layers.links import follow as walk_links
@@ -369,15 +368,6 @@ def read_whole(reader: FileReader, offset: int, out: memoryview) -> None:
             parts = range(0, len(out), step)
             for _ in pool.map(lambda at: reader.stream_into(offset + at, out[at : at + step]), parts):
                 pass
-
-
-@contextmanager
-def as_os_errors(path: str) -> Iterator[None]:
-    """Raise what users of files expect: FileNotFoundError, PermissionError, OSError with the errno of the kind."""
-    try:
-        yield
-    except MoonclipError as error:
-        raise OSError(error.errno, str(error), path) from error
 
 
 class RawFile(io.RawIOBase):

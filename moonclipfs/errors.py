@@ -7,6 +7,8 @@ Exit codes differ by kind; 2 stays with wrong usage of the command line.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class MoonclipError(Exception):
@@ -193,3 +195,12 @@ class ParseError(Exception):
 
 class TruncatedError(ParseError):
     """Bytes that the file itself announces are missing."""
+
+
+@contextmanager
+def as_os_errors(path: str) -> Iterator[None]:
+    """Raise what users of files expect: FileNotFoundError, PermissionError, OSError with the errno of the kind."""
+    try:
+        yield
+    except MoonclipError as error:
+        raise OSError(error.errno, str(error), path) from error

@@ -47,6 +47,8 @@ CHAIN_DEPTH = 3
 """Links between a delta and the full encoding at the end of its chain, at most."""
 CHAIN_READ_DEPTH = 2 * CHAIN_DEPTH
 """Links that a reader follows: more than CHAIN_DEPTH, since a base may be stored again with a longer chain."""
+BASE_STORES = 4
+"""Base stores one behind the other: a private store over a private store, and so on."""
 
 # Packs and log
 PACK_BYTES = 256 * MIB
@@ -166,6 +168,8 @@ INLINE_TOTAL_BYTES = 256 * MIB
 """Contents staged in memory at one time; what comes past it is staged in files."""
 STAGING_BYTES = 16 * GIB
 """Staged and not yet encoded, unless `--staging-limit` says otherwise."""
+PATH_WRITE_BYTES = 4 * MIB
+"""Written at a time through a path of a layer without a mount: what is longer waits for room in between."""
 LONG_CLOSE_BYTES = 64 * MIB
 """A deleted staging file from so many bytes on is closed later, by a thread that may wait: the kernel needs long."""
 STAGING_FILES = 256

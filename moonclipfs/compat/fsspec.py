@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 from fsspec.spec import AbstractFileSystem
 
 from moonclipfs import limits
-from moonclipfs.api import RawFile, as_os_errors, read_bytes
-from moonclipfs.errors import NotFoundError
+from moonclipfs.api import RawFile, read_bytes
+from moonclipfs.errors import NotFoundError, as_os_errors
 from moonclipfs.layers.claims import Claim, Claims
 from moonclipfs.layers.links import follow
 from moonclipfs.layers.tree import Node, Tree
