@@ -14,19 +14,18 @@ from dataclasses import dataclass
 
 import msgpack
 
-from moonclipfs import limits
-from moonclipfs.errors import CorruptError, LimitError, UsageError
-from moonclipfs.layers.captured import CapturedEntry, decode_tree, encode_tree
+from moonclipfs.errors import CorruptError, UsageError
+from moonclipfs.layers.captured import CapturedEntry, decode_tree, encode_tree, files_needed
 from moonclipfs.layers.changes import Changes
-from moonclipfs.layers.contents_records import size_of
 from moonclipfs.layers.files import Files
+from moonclipfs.layers.freezing import Builder
 from moonclipfs.layers.inodes import Inode, Lower
 from moonclipfs.layers.names import Area, join
 from moonclipfs.layers.records import Captured, Dropped, Sealed
 from moonclipfs.layers.staging import Generation
 from moonclipfs.layers.writers import Writers
 from moonclipfs.store.paths import check_path
-from moonclipfs.types import NO_ID, EntryType, Kind, ObjectId
+from moonclipfs.types import NO_ID, Kind, ObjectId
 
 Refs = list[tuple[Kind, ObjectId]]
 
@@ -50,11 +49,7 @@ class Capture:
 
     def generations(self) -> set[int]:
         """Numbers of the staging generations that it needs and that are in files."""
-        needed: set[int] = set()
-        for entry in self.tree.walk():
-            memory = {generation for generation, *_ in entry.data}
-            needed |= {generation for *_, generation in entry.parts if generation} - memory
-        return needed
+        return files_needed(self.tree)
 
     def record(self) -> tuple[Captured, Refs]:
         """As the journal has it."""
@@ -144,7 +139,7 @@ class Captures:
             raise UsageError(f"/{os.fsdecode(path)} cannot be a snapshot: only directories below the root can")
         check_path(os.fsdecode(path))
         layer.adopt_inside(directory)
-        builder = _Builder(layer, self._files)
+        builder = Builder(layer, self._files)
         builder.settle(directory)
         tree = builder.directory(b"", directory, path)
         number = layer.state.captures + 1
@@ -152,7 +147,7 @@ class Captures:
         if not tree.entries and tree.child == NO_ID and path in layer.view.area(Area.LIVE).directories:
             raise UsageError(f"/{os.fsdecode(path)} holds nothing but snapshots, which have names of their own")
         layer.record(*capture.record())
-        self._pin(self._pending[number], builder.generations(capture))
+        self._pin(self._pending[number], builder.generations(capture.generations()))
         self._unsynced += self._pending[number].pinned
         return self._pending[number]
 
@@ -218,66 +213,6 @@ class Captures:
             self._layer.shows_another(join(top, above) if above else top, name)
 
 
-class _Builder:
-    """Makes the captured tree of a directory. Under the layer's lock; costs what was changed, no more."""
-
-    def __init__(self, layer: Changes, files: Files) -> None:
-        self._layer = layer
-        self._files = files
-        self._generations: dict[int, Generation] = {}
-
-    def settle(self, directory: Inode) -> None:
-        """Journal what memory is ahead of the journal: a write after the capture then counts as a later change."""
-        for inode in own_files(directory):
-            self._files.log.journal(inode)
-
-    def generations(self, capture: Capture) -> list[Generation]:
-        """Those in files that the capture needs."""
-        return [self._generations[number] for number in sorted(capture.generations())]
-
-    def directory(self, name: bytes, inode: Inode, path: bytes, depth: int = 0) -> CapturedEntry:
-        """A directory with what changed in it; snapshots that are bound below it have names of their own."""
-        if depth > limits.PATH_DEPTH:
-            raise LimitError(f"/{os.fsdecode(path)}: more than {limits.PATH_DEPTH} directories deep")
-        bound = self._layer.view.area(Area.LIVE).leaves
-        lower, entries = inode.lower, []
-        for child_name, child in inode.entries.items():
-            place = join(path, child_name)
-            if child.is_directory:
-                # Clean ones too: what others changed in them has to show through after the seal.
-                if not (place in bound and child.sealed):
-                    entries.append(self.directory(child_name, child, place, depth + 1))
-            elif lower is None or child_name in inode.names_changed or child.below:
-                entries.append(self._file(child_name, child) if child.is_file else _entry(child_name, child))
-        anchor, child_id = (b"", NO_ID) if lower is None else (lower.anchor, lower.directory)
-        return _entry(name, inode)._replace(
-            child=child_id, anchor=anchor, removed=tuple(sorted(inode.removed)), entries=tuple(entries)
-        )
-
-    def _file(self, name: bytes, inode: Inode) -> CapturedEntry:
-        lower = inode.lower
-        entry = _entry(name, inode)._replace(
-            size=size_of(inode), child=inode.child, group=inode.group, anchor=b"" if lower is None else lower.anchor
-        )
-        content = inode.content
-        if content is None:
-            return entry
-        entry = entry._replace(child=content.recipe)
-        if content.exact and not content.is_staged:
-            return entry if content.size else entry._replace(child=NO_ID)
-        parts, data = [], []
-        for part in content.freeze():
-            generation = part.generation
-            parts.append((part.offset, part.length, part.kind, 0 if generation is None else generation.number))
-            if generation is not None and generation.path is None:
-                bytes_ = bytearray(part.length)
-                generation.read_into(part.offset, memoryview(bytes_))
-                data.append((generation.number, part.offset, bytes(bytes_)))
-            elif generation is not None:
-                self._generations[generation.number] = generation
-        return entry._replace(parts=tuple(parts), data=tuple(data), freeze=content.newest)
-
-
 class _Cleaner:
     """After a seal: what was not changed since its capture shows through from the new version, and counts as clean."""
 
@@ -331,22 +266,3 @@ def _count_below(directory: Inode) -> None:
     """Find the newest change of a directory's tree anew, after some were sealed."""
     children = (child.below for child in directory.entries.values())
     directory.below = max(directory.changed, max(children, default=0), max(directory.names_changed.values(), default=0))
-
-
-def own_files(directory: Inode) -> Iterator[Inode]:
-    """The own files of a directory's tree. Under the layer's lock."""
-    todo = [directory]
-    while todo:
-        for child in todo.pop().entries.values():
-            if child.is_directory:
-                todo.append(child)
-            elif child.is_file:
-                yield child
-
-
-def _entry(name: bytes, inode: Inode) -> CapturedEntry:
-    xattrs = tuple(sorted(inode.xattrs.items()))
-    return CapturedEntry(
-        name, inode.type, inode.number, inode.mode, inode.uid, inode.gid, inode.mtime_ns, inode.ctime_ns, xattrs,
-        0, NO_ID, inode.target if inode.type is EntryType.SYMLINK else b"",
-    )  # fmt: skip

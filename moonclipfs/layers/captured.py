@@ -64,6 +64,15 @@ class CapturedEntry(NamedTuple):
         return [(Kind.DIRECTORY if entry.is_directory else Kind.RECIPE, entry.child) for entry in self.walk()]
 
 
+def files_needed(tree: CapturedEntry) -> set[int]:
+    """Numbers of the staging generations that a captured directory needs and that are in files."""
+    needed: set[int] = set()
+    for entry in tree.walk():
+        memory = {generation for generation, *_ in entry.data}
+        needed |= {generation for *_, generation in entry.parts if generation} - memory
+    return needed
+
+
 def encode_tree(tree: CapturedEntry) -> bytes:
     """Serialise a captured directory."""
     return bytes(msgpack.packb(tree, use_bin_type=True))

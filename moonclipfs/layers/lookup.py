@@ -233,6 +233,14 @@ class Lookup(Core):
             return list(children)
         return [name for name in children if self._leaf(path, name) is not ABSENT]
 
+    def bound_in(self, directory: Inode) -> list[bytes]:
+        """Under the lock: the names of the log in a directory, also those that own entries hide."""
+        return self._bound_names(directory)
+
+    def look_inside(self, directory: Inode, name: bytes) -> Inode:
+        """Under the lock, inside `run`: what a directory shows at a name. Raises NotFoundError, Missing."""
+        return self._lookup(directory, name)
+
     # Inodes that are not own
 
     def _snapshot(self, directory: Inode, name: bytes, version: Version) -> Inode:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from moonclipfs.formats.layout import Layout
 from moonclipfs.formats.sniff import parse
-from moonclipfs.layers.capture import own_files
 from moonclipfs.layers.completeness import missing
+from moonclipfs.layers.freezing import own_files
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.names import Area, join
 from moonclipfs.layers.siblings import sibling_files
