@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, MoonclipError, NotFoundError, StagingLostError
-from moonclipfs.layers.capture import Capture, own_files
-from moonclipfs.layers.captured import CapturedEntry, encode_tree
+from moonclipfs.errors import BusyError, MoonclipError, NotFoundError, StagingLostError, UsageError
+from moonclipfs.layers.capture import Capture
+from moonclipfs.layers.captured import encode_tree
+from moonclipfs.layers.freezing import own_files, resolved, staged_paths
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.lost import ADVICE, lost_of_capture, lost_of_files
 from moonclipfs.layers.names import Area
@@ -303,13 +304,14 @@ class Sealer:
 
     def _forget_old(self, version: Version) -> None:
         """Of the automatic versions of a name, keep the last ones only."""
-        kept = self._layer.store.names().versions(version.path)
+        names = self._layer.store.names()
+        kept = [one for one in names.versions(version.path) if (one.path, one.number) not in names.pins()]
         automatic = [one.number for one in kept if one.metadata.get("automatic") and not one.removed]
         if old := automatic[: -self._keep]:
             try:
                 self._layer.store.log.forget([(version.path, number) for number in old])
-            except NotFoundError:
-                return  # another process was faster; what it left is for the next seal
+            except (NotFoundError, UsageError):
+                return  # another process forgot or pinned one; what it left is for the next seal
 
     # Publishing
 
@@ -364,7 +366,7 @@ class Sealer:
             version = self._publish(capture)
         except MoonclipError as error:
             with self._layer.lock:
-                tree = self._resolved(capture.tree, capture.counter)
+                tree = resolved(self._layer, capture.tree, capture.counter)
             lost = next(lost_of_capture(capture, tree), None)
             if lost is None:
                 raise
@@ -400,29 +402,14 @@ class Sealer:
     def _request(self, capture: Capture) -> dict[str, Any]:
         """What `publishing.publish` is to do, and where. Under the lock."""
         path = self._path(capture)
-        staged = {generation.number: generation.path for generation in capture.pinned if generation.path is not None}
         return {
             "path": capture.path if path is None else path,
-            "tree": encode_tree(self._resolved(capture.tree, capture.counter)),
-            "staged": staged,
+            "tree": encode_tree(resolved(self._layer, capture.tree, capture.counter)),
+            "staged": staged_paths(capture.pinned),
             "metadata": json.dumps({**capture.metadata, "capture": f"{self._layer.id.hex()}.{capture.number}"}),
             "base": capture.base if capture.base != NO_ID else capture.tree.child,
             "gone": path is None,
         }
-
-    def _resolved(self, entry: CapturedEntry, counter: int) -> CapturedEntry:
-        """A captured tree, where files that have not changed since and are stored come from their recipes."""
-        if entry.is_directory:
-            return entry._replace(entries=tuple(self._resolved(one, counter) for one in entry.entries))
-        inode = self._layer.state.own.get(entry.inode)
-        if not entry.parts or inode is None or inode.changed > counter:
-            return entry
-        content = inode.content
-        if content is None:
-            return entry._replace(parts=(), data=(), child=inode.child, size=inode.size)
-        if content.exact and not content.is_staged:
-            return entry._replace(parts=(), data=(), child=content.recipe, size=content.size)
-        return entry
 
     def _settle(self, capture: Capture, answer: Mapping[str, Any]) -> None:
         """Journal what became of a capture. Under the lock."""
