@@ -87,6 +87,10 @@ METADATA_PAIRS = 64 * KIB
 """Keys in the metadata of one file."""
 METADATA_BYTES = 4 * KIB
 """Longer metadata strings (chat templates, licences) are described, not kept."""
+EXPERTS = TENSORS
+"""Experts in one directory: of more, none is offered as a file."""
+EXPERT_PARTS = 1 * KIB
+"""Tensors of one expert: one with more is left out."""
 PICKLE_BYTES = 256 * MIB
 PICKLE_OPCODES = 1 << 24
 PICKLE_OBJECTS = 1 << 22
@@ -107,6 +111,8 @@ HEAD_CACHE_BYTES = 32 * MIB
 DIRECTORY_CACHE_ENTRIES = 1 << 17
 RECIPE_CACHE_EXTENTS = 1 << 18
 LAYOUT_CACHE_BYTES = 128 * MIB
+EXPERT_CACHE_PARTS = 1 << 18
+"""Tensors of experts, and names of their files, of directories whose experts are known; one takes about 500 bytes."""
 
 # Mount
 OPEN_HANDLES = 1 << 16

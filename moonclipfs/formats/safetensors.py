@@ -28,9 +28,10 @@ from moonclipfs.formats.layout import (
 from moonclipfs.types import DType, Source
 
 FORMAT = "safetensors"
+METADATA = "__metadata__"
+"""The key of the header that names no tensor."""
 
 _LENGTH_BYTES = 8
-_METADATA = "__metadata__"
 _DTYPES = {
     name: DType[name]
     for name in (
@@ -38,6 +39,8 @@ _DTYPES = {
         "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
     )
 }  # fmt: skip
+DTYPES = frozenset(_DTYPES.values())
+"""The element types that the format has."""
 
 
 class _Entry(NamedTuple):
@@ -62,7 +65,7 @@ def parse(source: Source) -> Layout:
     if header_end > source.size:
         raise TruncatedError(f"header short by {header_end - source.size} bytes")
     header = jsontext.fields(jsontext.load(bytes(source.read(_LENGTH_BYTES, header_end - _LENGTH_BYTES))), "header")
-    metadata = _metadata(header.pop(_METADATA, ()))
+    metadata = _metadata(header.pop(METADATA, ()))
     if len(header) > limits.TENSORS:
         raise ParseError(f"{len(header)} tensors, at most {limits.TENSORS} are read")
     # Each value of the header is let go as soon as its smaller entry is made.
@@ -88,10 +91,10 @@ def make_header(
     They are those that the safetensors library writes for tensors in this order: it puts wider elements first, then
     sorts by name. Raises ParseError for a tensor that the format cannot hold.
     """
-    fields: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    fields: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in tensors:
-        if name in fields or name == _METADATA or _DTYPES.get(dtype.name) is not dtype:
+        if name in fields or name == METADATA or _DTYPES.get(dtype.name) is not dtype:
             raise ParseError(f"{quoted(name)} of type {dtype.name}: a safetensors file cannot hold it")
         start, end = end, end + tensor_bytes(name, shape, dtype.bits)
         fields[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, end]}
@@ -103,12 +106,12 @@ def make_header(
 def _metadata(value: object) -> Mapping[str, str]:
     """Return `__metadata__`, which may be empty but holds strings only: long ones are described."""
     result: dict[str, str] = {}
-    pairs = jsontext.fields(value, _METADATA)
+    pairs = jsontext.fields(value, METADATA)
     if len(pairs) > limits.METADATA_PAIRS:
-        raise ParseError(f"{_METADATA} has {len(pairs)} keys, at most {limits.METADATA_PAIRS} are read")
+        raise ParseError(f"{METADATA} has {len(pairs)} keys, at most {limits.METADATA_PAIRS} are read")
     for key, text in pairs.items():
         if not isinstance(text, str):
-            raise ParseError(f"{_METADATA}: the value of {quoted(key)} is not a string")
+            raise ParseError(f"{METADATA}: the value of {quoted(key)} is not a string")
         data = text.encode("utf-8", "surrogatepass")
         result[checked_name(key)] = (
             described(f"{len(data)} bytes", [data]) if len(data) > limits.METADATA_BYTES else text
