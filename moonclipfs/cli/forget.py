@@ -9,7 +9,7 @@ from moonclipfs.cli.output import emit_json, human, printable, table
 from moonclipfs.cli.progress import byte_bar
 from moonclipfs.cli.target import complete_target, many_targets, opened
 from moonclipfs.errors import UsageError
-from moonclipfs.store.forget import ForgetReport, forget
+from moonclipfs.store.forget import ForgetReport, forget, held
 from moonclipfs.store.retention import Plan, Rules, plan
 
 
@@ -17,6 +17,9 @@ from moonclipfs.store.retention import Plan, Rules, plan
 @click.argument("targets", metavar="[TARGET]...", nargs=-1, shell_complete=complete_target)
 @click.option("--keep-last", type=int, metavar="N", help="Keep the last N snapshots of each line.")
 @click.option("--keep-every", type=int, metavar="STEP", help="Keep snapshots whose step is a multiple of STEP.")
+@click.option("--keep-every-last", type=int, metavar="K", help="Of those, only the newest K (0: none).")
+@click.option("--keep-best", type=int, metavar="N", help="Keep the best N by each metric saved (1; 0: none).")
+@click.option("--keep-total", type=int, metavar="N", help="No more than N of a line in all: past it, the oldest go.")
 @click.option("--keep-versions", type=int, default=1, metavar="N", help="Of what is kept, the newest N versions (1).")
 @click.option("--pin", "pinned", multiple=True, metavar="NAME", help="Never forget these: NAME, NAME@N or a pattern.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go, and what that would free.")
@@ -25,6 +28,9 @@ def command(
     targets: tuple[str, ...],
     keep_last: int | None,
     keep_every: int | None,
+    keep_every_last: int | None,
+    keep_best: int | None,
+    keep_total: int | None,
     keep_versions: int,
     pinned: tuple[str, ...],
     dry_run: bool,
@@ -32,15 +38,17 @@ def command(
 ) -> None:
     """Drop snapshots for good, with all their versions, and free what only they need.
 
-    TARGETs without a --keep rule are what goes: snapshots, versions (NAME@N), prefixes or patterns. With --keep-last
-    or --keep-every, the rules choose among TARGETs (default: the whole store), line by line: a line is the snapshots
-    side by side under one parent, in the order in which they were added. The newest of a line stays always.
+    TARGETs without a --keep rule are what goes: snapshots, versions (NAME@N), prefixes or patterns. With a --keep rule,
+    the rules choose among TARGETs (default: the whole store), line by line: a line is the snapshots side by side under
+    one parent, in the order in which they were added. What any rule keeps stays. The newest of a line, its best by each
+    metric, what is pinned and what overlays stand on stay always, whatever the total. --dry-run tells why each one
+    stays or goes.
 
     \b
     Examples:
       moonclipfs forget /data/store:run1/checkpoint-500
       moonclipfs forget /data/store run1/checkpoint-500@1 'run2/*'
-      moonclipfs forget --keep-last 3 --keep-every 1000 /data/store:run1
+      moonclipfs forget --keep-last 3 --keep-every 1000 --keep-every-last 5 /data/store:run1
       moonclipfs forget --dry-run --keep-last 5 /data/store
 
     \b
@@ -49,11 +57,13 @@ def command(
     """
     wanted = many_targets(targets)
     names = tuple(target.spec for target in wanted if target.spec)
-    if targets and not names and keep_last is None and keep_every is None:
-        raise UsageError("name what to forget (STORE:NAME), or give --keep-last or --keep-every")
-    rules = Rules(keep_last, keep_every, keep_versions, names, pinned)
+    rules = Rules(
+        keep_last, keep_every, keep_every_last, keep_best, keep_total, keep_versions, names=names, pinned=pinned
+    )
+    if targets and not names and not rules.has_keep_rule:
+        raise UsageError("name what to forget (STORE:NAME), or give a rule such as --keep-last")
     with opened(wanted[0], reclaim=not dry_run) as store, byte_bar("gc") as progress:
-        chosen = plan(store.names(), rules)
+        chosen = plan(store.names(), rules, held(store))
         report = forget(store, chosen.drop, dry_run=dry_run, progress=progress)
     if as_json:
         emit_json(_json(chosen, report, dry_run))

@@ -210,7 +210,7 @@ class Reclaimer:
 
 
 def _removed(names: Names) -> list[Version]:
-    return [version for version in names.all_versions() if version.removed]
+    return [one for one in names.all_versions() if one.removed and (one.path, one.number) not in names.pins()]
 
 
 def _keys(versions: Iterable[Version]) -> list[tuple[bytes, int]]:

@@ -24,7 +24,9 @@ KEY = "config.json"
 DIRECTORIES = ("log", "packs", "tmp", "leases")
 LAYERS = "layers"
 """Feature of a store that has layers: their journals need objects too, so only who knows them may delete."""
-_WRITER_FEATURES = frozenset({LAYERS})
+PINS = "pins"
+"""Feature of a store that has pins in its log: who does not know them would forget what they keep."""
+_WRITER_FEATURES = frozenset({LAYERS, PINS})
 _OFTEN_EMPTY = ("tmp", "leases")
 """What a copy made by a tool that leaves out empty directories lacks."""
 _OURS = frozenset({*DIRECTORIES, "README.txt", "reserve"})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moonclipfs.errors import CorruptError, NoSpaceError
 from moonclipfs.store import reserve
 from moonclipfs.store.gc import GcReport, collect, preview
+from moonclipfs.store.log import Names
+from moonclipfs.store.retention import Key, Plan, Rules, plan
 from moonclipfs.store.store import Store
 from moonclipfs.store.survey import Survey
 from moonclipfs.types import Version
@@ -41,6 +44,39 @@ def forget(
         return ForgetReport(tuple(versions), exclusive, preview(store, names))
     drop(store, names)
     return ForgetReport(tuple(versions), exclusive, collect(store, progress=progress))
+
+
+def held(store: Store) -> dict[Key, list[str]]:
+    """What keeps versions beside the log and any rules, each with its reasons."""
+    return {}
+
+
+def retain(store: Store, rules: Rules) -> Plan:
+    """Forget what `rules` do not keep, in one record, decided from the names that it follows; gc is left to others.
+
+    So of several processes each sees what another saved, pinned or forgot meanwhile. Raises as `retention.plan` does,
+    and what `Log.append` raises.
+    """
+    decided = plan(store.names(), rules, held(store))
+    if not decided.drop:
+        return decided
+
+    def body(names: Names) -> Mapping[str, object]:
+        nonlocal decided
+        decided = plan(names, rules, held(store))
+        if not decided.drop:
+            raise _NothingLeftError
+        return {"versions": [(one.path, one.number) for one in decided.drop], "time_ns": time.time_ns()}
+
+    try:
+        store.log.append("forget", body)
+    except _NothingLeftError:
+        pass  # another process was faster
+    return decided
+
+
+class _NothingLeftError(Exception):
+    """Meanwhile everything that was to be forgotten has been, or is to be kept after all."""
 
 
 def drop(store: Store, versions: Sequence[tuple[str, int]]) -> None:

@@ -89,6 +89,10 @@ class Names:
         """The last version number that a path ever used, 0 for none."""
         return self._state.highest.get(path, 0)
 
+    def pins(self) -> Mapping[tuple[str, int], tuple[str, ...]]:
+        """Why versions, by path and number, are never forgotten: see `pins.py`."""
+        return MappingProxyType(self._state.pins)
+
     def condemned(self) -> Mapping[str, int]:
         """Packs that gc is about to delete, and the log record that says so."""
         return MappingProxyType(self._state.condemned)
@@ -185,13 +189,15 @@ class Log:
 
     def forget(self, versions: Sequence[tuple[str, int]]) -> int:
         """Drop versions for good. A path whose current version is dropped is unbound; its other versions are kept
-        as removed. Raises NotFoundError for a version that is not kept.
+        as removed. Raises NotFoundError for a version that is not kept, UsageError for one that is pinned.
         """
 
         def body(names: Names) -> Mapping[str, object]:
             for path, number in versions:
                 if number not in [version.number for version in names.versions(path)]:
                     raise NotFoundError(f"{path!r} has no version {number}")
+                if (path, number) in names.pins():
+                    raise UsageError(f"{path}@{number} is pinned: unpin it before it is forgotten")
             return {"versions": list(dict.fromkeys(versions)), "time_ns": time.time_ns()}
 
         return self.append("forget", body)

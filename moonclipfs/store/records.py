@@ -13,7 +13,7 @@ from moonclipfs.errors import CorruptError, LimitError
 
 _MAGIC = "moonclipfs-log"
 VERSION = 1
-TYPES = ("bind", "unbind", "move", "forget", "condemn", "checkpoint")
+TYPES = ("bind", "unbind", "move", "forget", "pin", "condemn", "checkpoint")
 _BOUND = re.compile(rb'(?:"number":(\d{1,18}),)?"path":("(?:[^"\\]|\\.)*"),"root":')
 
 

@@ -20,7 +20,7 @@ class State:
     """The state after log record `sequence`. `checkpoint` is the newest checkpoint among the records up to there.
 
     `versions` holds the kept versions of each path, oldest first; `highest` the last number that a path ever used;
-    `condemned` the record that condemned each pack.
+    `condemned` the record that condemned each pack; `pins` why a version, by path and number, is never forgotten.
     """
 
     sequence: int = 0
@@ -28,10 +28,14 @@ class State:
     versions: dict[str, tuple[Version, ...]] = field(default_factory=dict)
     highest: dict[str, int] = field(default_factory=dict)
     condemned: dict[str, int] = field(default_factory=dict)
+    pins: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
 
     def copy(self) -> State:
         """A state that can be changed without changing this one."""
-        return State(self.sequence, self.checkpoint, dict(self.versions), dict(self.highest), dict(self.condemned))
+        return State(
+            self.sequence, self.checkpoint, dict(self.versions), dict(self.highest), dict(self.condemned),
+            dict(self.pins),
+        )  # fmt: skip
 
     def bound(self, path: str) -> Version | None:
         """The version that a path leads to."""
@@ -67,21 +71,40 @@ class State:
 
     def _move(self, record: Mapping[str, Any]) -> None:
         moved: list[Version] = []
+        pins: dict[tuple[str, int], tuple[str, ...]] = {}
         for path, number, new_path, new_number in record["versions"]:
             checked = check_path(new_path)
             moved.append(replace(self._take(path, number), path=checked, number=new_number))
+            if (path, number) in self.pins:
+                pins[checked, new_number] = self.pins.pop((path, number))
         for version in moved:
             if version.number <= self.highest.get(version.path, 0):
                 raise ValueError(f"version {version.number} of {version.path!r} comes twice")
             self.versions[version.path] = (*self.versions.get(version.path, ()), version)
             self.highest[version.path] = version.number
+        self.pins |= pins
 
     def _forget(self, record: Mapping[str, Any]) -> None:
         for path, number in record["versions"]:
             bound = self.bound(path)
             self._take(path, number)
+            self.pins.pop((path, number), None)
             if bound is not None and bound.number == number:
                 self._remove(path, record)
+
+    def _pin(self, record: Mapping[str, Any]) -> None:
+        for path, number, reason in record["remove"]:
+            left = tuple(one for one in self.pins.get((path, number), ()) if one != reason)
+            if left:
+                self.pins[path, number] = left
+            else:
+                self.pins.pop((path, number), None)
+        for path, number, reason in record["add"]:
+            if all(version.number != number for version in self.versions.get(path, ())):
+                raise ValueError(f"{path!r} has no version {number}")
+            reasons = self.pins.get((path, number), ())
+            if reason not in reasons:
+                self.pins[path, number] = (*reasons, str(reason))
 
     def _condemn(self, record: Mapping[str, Any]) -> None:
         for pack in record["packs"]:
@@ -98,6 +121,11 @@ class State:
             versions[path] = (*versions.get(path, ()), version)
         self.versions, self.highest = versions, dict(record["highest"])
         self.condemned, self.checkpoint = dict(record["condemned"]), self.sequence
+        self.pins = {
+            (path, number): tuple(reasons)
+            for path, number, reasons in record.get("pins", ())
+            if any(version.number == number for version in versions.get(path, ()))
+        }
 
     def _take(self, path: str, number: int) -> Version:
         """Take one version out of its path."""
@@ -140,6 +168,7 @@ class State:
             ],
             "highest": self.highest,
             "condemned": {pack: sequence for pack, sequence in self.condemned.items() if pack in present},
+            **({"pins": [[*key, reasons] for key, reasons in self.pins.items()]} if self.pins else {}),
         }
 
     def moves(self, old: str, new: str) -> list[tuple[str, int, str, int]]:
@@ -177,6 +206,7 @@ _APPLY: dict[str, Callable[[State, Mapping[str, Any]], None]] = {
     "unbind": State._unbind,
     "move": State._move,
     "forget": State._forget,
+    "pin": State._pin,
     "condemn": State._condemn,
     "checkpoint": State._checkpoint,
 }

@@ -4,10 +4,14 @@ A line is the snapshots that lie side by side under one parent path, in the orde
 the order of their names: `checkpoint-10000` follows `checkpoint-9900`). Rules count the names of a line by their
 newest version. What a later version replaced, or what was removed, is nothing that anyone sees at its path: a rule
 drops it unless `keep_versions` or a pin keeps it.
+
+A snapshot may tell how good it is: `metric` of its metadata is `{"name": "val_loss", "value": 0.31, "goal": "min"}`, or
+"max". The best of a line by each metric stays as its newest does, unless `keep_best` is 0.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +22,8 @@ from moonclipfs.errors import NotFoundError, UsageError
 from moonclipfs.store.log import Names, parse_spec
 from moonclipfs.types import Version
 
+Key = tuple[str, int]
+"""Path and number of a version."""
 _LAST_INTEGER = re.compile(r"(\d+)(?!.*\d)", re.DOTALL)
 
 
@@ -27,11 +33,19 @@ class Rules:
 
     `names` limits the rules to snapshots: `NAME`, everything below `NAME`, or a glob; empty means all. Without any
     keep rule, `names` are what is to go, and `NAME@N` is one version. `pinned` are names, `NAME@N`, or globs: they
-    never go and are never counted.
+    never go and are never counted, nor what is pinned in the log.
+
+    `keep_last` are the last ones of a line; `keep_every` the rollback points, whose step is a multiple of it, and
+    `keep_every_last` the newest of these (None: all, 0: none); `keep_best` the best by each metric (None: one).
+    `keep_total` bounds what the other rules keep, or, alone, all there is: past it the oldest go, but for the newest
+    and the best.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_every_last: int | None = None
+    keep_best: int | None = None
+    keep_total: int | None = None
     keep_versions: int = 1
     names: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
@@ -39,7 +53,8 @@ class Rules:
     @property
     def has_keep_rule(self) -> bool:
         """True when rules choose among the snapshots, rather than `names` alone."""
-        return self.keep_last is not None or self.keep_every is not None
+        numbers = (self.keep_last, self.keep_every, self.keep_best, self.keep_total)
+        return any(number is not None for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +97,36 @@ def step_of(version: Version) -> int | None:
     return int(found[1]) if found else None
 
 
-def plan(names: Names, rules: Rules) -> Plan:
+def metric_of(version: Version) -> tuple[str, float] | None:
+    """The name of a version's metric, and how good it is by that: the smaller, the better. None without a number."""
+    metric = version.metadata.get("metric")
+    if not isinstance(metric, Mapping):
+        return None
+    value = metric.get("value")
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+        return None
+    return str(metric.get("name", "")), -float(value) if metric.get("goal") == "max" else float(value)
+
+
+def plan(names: Names, rules: Rules, held: Mapping[Key, Sequence[str]] | None = None) -> Plan:
     """Decide for every version in reach of `rules` whether it stays.
 
-    Raises UsageError for a number below 1, for rules and names that say nothing, and for an explicit name that is
-    pinned; NotFoundError for a name or a pin that no version has.
+    `held` are versions, by path and number, that something beside the log and the rules needs, and why: they stay as
+    pinned ones do. Raises UsageError for a number below 1, for rules and names that say nothing, and for an explicit
+    name that is pinned; NotFoundError for a name or a pin that no version has.
     """
     _check(rules)
     versions = sorted(names.all_versions(), key=lambda version: version.sequence)
     _check_names(versions, rules)
     pinned = _select(versions, rules.pinned)
     chosen = _select(versions, rules.names) if rules.names else versions
+    pins = _pins(names, pinned, held or {})
     if not rules.has_keep_rule:
-        return _explicit(chosen, pinned)
+        return _explicit(chosen, pins)
     bound = {path: version.number for path, version in names.bound().items()}
     lines: defaultdict[str, list[Version]] = defaultdict(list)
     for version in chosen:
         lines[line_of(version.path)].append(version)
-    pins = {(version.path, version.number) for version in pinned}
     return Plan(
         tuple(decision for line in sorted(lines) for decision in _Line(lines[line], bound, rules, pins).decide())
     )
@@ -109,18 +136,24 @@ def _check(rules: Rules) -> None:
     for option, value in (
         ("--keep-last", rules.keep_last),
         ("--keep-every", rules.keep_every),
+        ("--keep-total", rules.keep_total),
         ("--keep-versions", rules.keep_versions),
     ):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: must be 1 or more; to remove everything, name it")
+    for option, value in (("--keep-every-last", rules.keep_every_last), ("--keep-best", rules.keep_best)):
+        if value is not None and value < 0:
+            raise UsageError(f"{option} {value}: must be 0 or more")
+    if rules.keep_every_last is not None and rules.keep_every is None:
+        raise UsageError("--keep-every-last says how many of --keep-every stay: give that, too")
     if not rules.names and not rules.has_keep_rule:
-        raise UsageError("nothing to forget: give names, or --keep-last or --keep-every")
+        raise UsageError("nothing to forget: give names, or --keep-last, --keep-every, --keep-best or --keep-total")
 
 
 def _check_names(versions: Sequence[Version], rules: Rules) -> None:
     for name in rules.names if rules.has_keep_rule else ():
         if parse_spec(name)[1] is not None and not _called(versions, name):
-            raise UsageError(f"{name} is one version, while --keep-last and --keep-every choose among names")
+            raise UsageError(f"{name} is one version, while the --keep rules choose among names")
 
 
 def _select(versions: Sequence[Version], patterns: Iterable[str]) -> list[Version]:
@@ -153,11 +186,21 @@ def _called(versions: Sequence[Version], path: str, *, below: bool = True) -> se
     }
 
 
-def _explicit(chosen: Iterable[Version], pinned: Iterable[Version]) -> Plan:
-    pins = {(version.path, version.number) for version in pinned}
+def _pins(names: Names, pinned: Iterable[Version], held: Mapping[Key, Sequence[str]]) -> dict[Key, list[str]]:
+    """Why versions stay whatever the rules say: those of a command, those of the log, and what holds them."""
+    pins: defaultdict[Key, list[str]] = defaultdict(list)
+    for version in pinned:
+        pins[version.path, version.number].append("pinned")
+    for key, reasons in (*names.pins().items(), *held.items()):
+        pins[key] += [reason for reason in reasons if reason not in pins[key]]
+    return dict(pins)
+
+
+def _explicit(chosen: Iterable[Version], pins: Mapping[Key, Sequence[str]]) -> Plan:
     for version in chosen:
-        if (version.path, version.number) in pins:
-            raise UsageError(f"{version.path}@{version.number} is pinned: it cannot be forgotten")
+        if reasons := pins.get((version.path, version.number)):
+            why = "is pinned" if "pinned" in reasons else f"stays: {reasons[0]}"
+            raise UsageError(f"{version.path}@{version.number} {why}: it cannot be forgotten")
     return Plan(tuple(Decision(version, False, ("named",)) for version in chosen))
 
 
@@ -165,12 +208,14 @@ class _Line:
     """One line of versions, in the order of binding, and what the rules say of them."""
 
     def __init__(
-        self, versions: list[Version], bound: Mapping[str, int], rules: Rules, pins: set[tuple[str, int]]
+        self, versions: list[Version], bound: Mapping[str, int], rules: Rules, pins: Mapping[Key, Sequence[str]]
     ) -> None:
         self._versions = versions
         self._bound = bound
         self._rules = rules
         self._pins = pins
+        self._beyond: dict[str, str] = {}
+        """Names that a bound of a rule lets go, and which."""
         self._kept_names = self._choose_names()
 
     def decide(self) -> Iterator[Decision]:
@@ -197,14 +242,53 @@ class _Line:
         counted = [version for version in current if (version.path, version.number) not in self._pins]
         for version in counted[-rules.keep_last :] if rules.keep_last is not None else ():
             reasons[version.path].append(f"among the last {rules.keep_last}")
-        for version in current if rules.keep_every is not None else ():
-            step = step_of(version)
-            if step is not None and step % (rules.keep_every or 1) == 0:
-                reasons[version.path].append(f"step {step} is a multiple of {rules.keep_every}")
+        for version in self._rollback_points(current):
+            reasons[version.path].append(f"step {step_of(version)} is a multiple of {rules.keep_every}")
+        for version, metric in self._best(current):
+            reasons[version.path].append(f"best of its line by {metric}" if metric else "best of its line")
+        if rules.keep_total is not None:
+            self._bound_total(counted, reasons)
         return dict(reasons)
 
+    def _rollback_points(self, current: Sequence[Version]) -> list[Version]:
+        """Those that `keep_every` names, as many as `keep_every_last` allows."""
+        every, most = self._rules.keep_every, self._rules.keep_every_last
+        if every is None:
+            return []
+        points = [version for version in current if (step := step_of(version)) is not None and step % every == 0]
+        cut = 0 if most is None else max(0, len(points) - most)
+        self._beyond |= {one.path: f"a multiple of {every}, but beyond the newest {most}" for one in points[:cut]}
+        return points[cut:]
+
+    def _best(self, current: Sequence[Version]) -> Iterator[tuple[Version, str]]:
+        """The best by each metric, of equals the earliest, with the metric's name."""
+        by_metric: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        for at, version in enumerate(current):
+            if (metric := metric_of(version)) is not None:
+                by_metric[metric[0]].append((metric[1], at))
+        most = 1 if self._rules.keep_best is None else self._rules.keep_best
+        for name, found in sorted(by_metric.items()):
+            for _, at in sorted(found)[:most]:
+                yield current[at], name
+
+    def _bound_total(self, counted: Sequence[Version], reasons: defaultdict[str, list[str]]) -> None:
+        """Let the oldest go of what is kept, but for the newest and the best, or of all when nothing else chooses."""
+        rules = self._rules
+        alone = rules.keep_last is None and rules.keep_every is None and rules.keep_best is None
+        kept = [version for version in counted if alone or version.path in reasons]
+        over = len(kept) - (rules.keep_total or 0)
+        for version in kept:
+            if any(reason.startswith(("newest", "best")) for reason in reasons.get(version.path, ())):
+                continue
+            if over > 0:
+                over -= 1
+                reasons.pop(version.path, None)
+                self._beyond[version.path] = f"more than {rules.keep_total} in all"
+            elif alone:
+                reasons[version.path].append(f"no more than {rules.keep_total} in all")
+
     def _reasons(self, version: Version, later: int) -> list[str]:
-        reasons = ["pinned"] if (version.path, version.number) in self._pins else []
+        reasons = list(self._pins.get((version.path, version.number), ()))
         if not self._present(version):
             return reasons
         if later == 0:
@@ -217,4 +301,6 @@ class _Line:
         if not self._present(version):
             return "removed"
         current = self._bound[version.path]
-        return "no rule keeps it" if current == version.number else f"replaced by version {current}"
+        if current != version.number:
+            return f"replaced by version {current}"
+        return self._beyond.get(version.path, "no rule keeps it")

@@ -1,6 +1,8 @@
 """Retention: golden decisions, each file of `retention_cases/` a history, rules, and what must come out.
 
-A history is snapshot names in the order of binding; `-name` removes one; `[name, metadata]` binds with metadata.
+A history is snapshot names in the order of binding; `-name` removes one; `[name, metadata]` binds with metadata. `pins`
+are set after it: path, number, reason; `held` are the same, of what stands beside the log. Names of files that begin
+with C and a number are those of faults that another checkpoint manager had.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from tests.store import kit
 CASES = sorted((Path(__file__).parent / "retention_cases").glob("*.json"))
 
 
-def build(history: Sequence[Any]) -> Names:
-    """The names after a history."""
+def build(history: Sequence[Any], pins: Sequence[Any] = ()) -> Names:
+    """The names after a history and pins."""
     state = State()
     for sequence, event in enumerate(history, 1):
         path, metadata = event if isinstance(event, list) else (event, {})
@@ -36,14 +38,17 @@ def build(history: Sequence[Any]) -> Names:
             bind = {"path": path, "number": number, "root": NO_ID.hex(), "time_ns": 0, "metadata": metadata}
             record = {"type": "bind", **bind}
         state.apply({"sequence": sequence, **record})
+    if pins:
+        state.apply({"sequence": len(history) + 1, "type": "pin", "add": pins, "remove": []})
     return Names(state)
 
 
-def decide(names: Names, rules: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
+def decide(names: Names, rules: dict[str, Any], held: Sequence[Any] = ()) -> dict[str, dict[str, list[str]]]:
     """What the plan says, as the golden files write it."""
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in rules.items()}
     said: dict[str, dict[str, list[str]]] = {"keep": {}, "drop": {}}
-    for decision in retention.plan(names, retention.Rules(**fields)).decisions:
+    holds = {(path, number): [reason] for path, number, reason in held}
+    for decision in retention.plan(names, retention.Rules(**fields), holds).decisions:
         key = f"{decision.version.path}@{decision.version.number}"
         said["keep" if decision.keep else "drop"][key] = list(decision.reasons)
     return said
@@ -56,12 +61,12 @@ def test_there_are_forty_cases() -> None:
 @pytest.mark.parametrize("case", CASES, ids=[case.stem for case in CASES])
 def test_case(case: Path) -> None:
     document = json.loads(case.read_text())
-    names = build(document["history"])
+    names, held = build(document["history"], document.get("pins", ())), document.get("held", ())
     if "error" in document:
         with pytest.raises(MoonclipError, match=document["error"]):
-            decide(names, document["rules"])
+            decide(names, document["rules"], held)
         return
-    said = decide(names, document["rules"])
+    said = decide(names, document["rules"], held)
     assert said == {"keep": document["keep"], "drop": document["drop"]}
     # Whatever else is in the store, a decision has a reason.
     assert all(reasons for decisions in said.values() for reasons in decisions.values())
@@ -74,23 +79,42 @@ PATHS = st.sampled_from(["a/1", "a/2", "a/10", "b/1", "b/2", "c", "a"])
     st.lists(st.tuples(PATHS, st.booleans()), max_size=30),
     st.none() | st.integers(1, 4),
     st.none() | st.integers(1, 5),
+    st.none() | st.integers(0, 2),
+    st.none() | st.integers(1, 3),
+    st.none() | st.integers(0, 2),
     st.integers(1, 3),
     st.lists(PATHS, max_size=2),
 )
 def test_whatever_the_rules(
-    steps: list[tuple[str, bool]], last: int | None, every: int | None, versions: int, pins: list[str]
+    steps: list[tuple[str, bool]],
+    last: int | None,
+    every: int | None,
+    points: int | None,
+    total: int | None,
+    best: int | None,
+    versions: int,
+    pins: list[str],
 ) -> None:
     """The newest of each line and what is pinned stay, all is decided once, and a second pass drops nothing more."""
-    history: list[str] = []
+    history: list[Any] = []
     bound: set[str] = set()
-    for path, remove in steps:
-        history.append(f"-{path}" if remove and path in bound else path)
+    for at, (path, remove) in enumerate(steps):
+        saved = [path, {"metric": {"name": "loss", "value": at * 7 % 5, "goal": "min"}}]
+        history.append(f"-{path}" if remove and path in bound else saved)
         (bound.discard if remove and path in bound else bound.add)(path)
     names = build(history)
     pins = [pin for pin in pins if names.versions(pin)]
     if last is None and every is None:
         last = 1
-    rules = retention.Rules(keep_last=last, keep_every=every, keep_versions=versions, pinned=tuple(pins))
+    rules = retention.Rules(
+        keep_last=last,
+        keep_every=every,
+        keep_every_last=None if every is None else points,
+        keep_best=best,
+        keep_total=total,
+        keep_versions=versions,
+        pinned=tuple(pins),
+    )
     plan = retention.plan(names, rules)
     kept = {(version.path, version.number) for version in plan.keep}
     dropped = {(version.path, version.number) for version in plan.drop}
@@ -102,7 +126,7 @@ def test_whatever_the_rules(
         lines.setdefault(line, []).append((version.sequence, version.path, version.number))
     for members in lines.values():
         assert max(members)[1:] in kept
-        assert len([one for one in members if one[1:] in kept]) >= min(last or 0, len(members))
+        assert len([one for one in members if one[1:] in kept]) >= min(last or 0, total or len(members), len(members))
     for version in names.all_versions():
         if version.path in pins:
             assert (version.path, version.number) in kept
