@@ -25,7 +25,7 @@ def command(store: str | None, as_json: bool) -> None:
 
     \b
     JSON (bytes): versions, files, logical, shared, holes, literals, ratio,
-                  full, delta, trees, only_bases, layers and each of dtypes {objects, raw, stored},
+                  full, delta, in_base, trees, only_bases, layers and each of dtypes {objects, raw, stored},
                   dead, overhead, packs, pack_bytes
     """
     with opened(whole_store(store)) as opened_store:
@@ -44,6 +44,8 @@ def _print(found: StoreStats) -> None:
     plain = [("shared", found.shared), ("holes", found.holes), ("in recipes", found.literals)]
     rows = [("", *_cells(name, Part(raw=size))) for name, size in plain if size]
     rows += [("", *_cells("deltas", found.delta)), ("", *_cells("in full", found.full))]
+    if found.in_base.objects:
+        rows += [("", "in the base store", str(found.in_base.objects), human(found.in_base.raw), "-", "-")]
     rows += [("dtype", *_cells(name, part)) for name, part in sorted(found.dtypes.items())]
     rows += [("packs", *_cells("directories and recipes", found.trees))]
     rows += [("packs", *_cells("held only as bases", found.only_bases))]

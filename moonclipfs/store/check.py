@@ -55,7 +55,7 @@ def _verify(store: Store, quick: bool, contents: bool, progress: Callable[[int, 
     tops = [top_of(version) for version in versions]
     for layer in layer_names(store.path):
         problems += _read_layer(store, layer, tops)
-    footers = Footers(store.backend, store.packs)
+    footers = Footers(store)
     table = footers.table()
     problems += [Problem(ProblemKind.PACK, pack_key(pack), message) for pack, message in footers.damaged.items()]
     condemned = names.condemned()

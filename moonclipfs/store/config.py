@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -27,9 +28,13 @@ LAYERS = "layers"
 PINS = "pins"
 """Feature of a store that has pins in its log: who does not know them would forget what they keep."""
 _WRITER_FEATURES = frozenset({LAYERS, PINS})
+ALTERNATE = "alternate"
+"""Feature of a private store: what it lacks is read from the base store that its config names."""
+_READER_FEATURES = frozenset({ALTERNATE})
 _OFTEN_EMPTY = ("tmp", "leases")
 """What a copy made by a tool that leaves out empty directories lacks."""
 _OURS = frozenset({*DIRECTORIES, "README.txt", "reserve"})
+_STORE_ID = re.compile(r"[0-9a-f]{32}")
 
 README = f"""\
 This directory is a moonclipfs store, format version {VERSION}.
@@ -47,9 +52,18 @@ The format is described in moonclipfs/store/FORMAT.md of the source.
 
 
 @dataclass(frozen=True, slots=True)
+class Alternate:
+    """The base store of a private one: its absolute path, and its id."""
+
+    path: str
+    store_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The contents of `config.json`. Flags name features that a reader must know (`incompatible`), that a writer must
     know (`read_only_compatible`), or that nobody needs to know (`compatible`). `created` is ISO 8601 in UTC.
+    `alternate` makes it a private store.
     """
 
     store_id: str
@@ -60,6 +74,7 @@ class Config:
     cut: CutRules = field(default_factory=CutRules)
     shared: bool = False
     created: str = ""
+    alternate: Alternate | None = None
 
     def check_writable(self) -> None:
         """Raise FormatVersionError, by name, for a feature that writers must know and this version does not."""
@@ -75,6 +90,8 @@ def _refuse(flags: tuple[str, ...], doing: str) -> None:
 def encode_config(config: Config) -> bytes:
     """Serialise a config as JSON that ends with the SHA-256 of the rest."""
     fields: dict[str, Any] = {"format": FORMAT, **asdict(config)}
+    if config.alternate is None:
+        del fields[ALTERNATE]
     fields["sha256"] = _digest(fields)
     return (json.dumps(fields, indent=1) + "\n").encode()
 
@@ -94,17 +111,29 @@ def decode_config(data: bytes) -> Config:
             raise FormatVersionError(f"store of format version {fields['version']}: this moonclipfs reads {VERSION}")
         if fields["sha256"] != _digest(fields):
             raise CorruptError("config.json: SHA-256 does not match: restore the file from a copy")
-        _refuse(tuple(fields["incompatible"]), "reading it")
+        incompatible = tuple(fields["incompatible"])
+        _refuse(tuple(name for name in incompatible if name not in _READER_FEATURES), "reading it")
         return Config(
             store_id=str(fields["store_id"]),
             compatible=tuple(fields["compatible"]),
             read_only_compatible=tuple(fields["read_only_compatible"]),
+            incompatible=incompatible,
             cut=CutRules(**fields["cut"]),
             shared=bool(fields["shared"]),
             created=str(fields["created"]),
+            alternate=_alternate(fields) if ALTERNATE in incompatible or ALTERNATE in fields else None,
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(f"config.json is damaged ({error!r}): restore the file from a copy") from error
+
+
+def _alternate(fields: Mapping[str, Any]) -> Alternate:
+    """The base store that a config names. Raises CorruptError for what nobody would have written."""
+    path, store_id = str(fields[ALTERNATE]["path"]), str(fields[ALTERNATE]["store_id"])
+    known = ALTERNATE in fields["incompatible"] and _STORE_ID.fullmatch(store_id)
+    if not known or not os.path.isabs(path) or "\0" in path or len(path) > limits.PATH_BYTES:
+        raise CorruptError(f"config.json names a base store that cannot be: {store_id[:64]!r} at {path[:256]!r}")
+    return Alternate(path, store_id)
 
 
 def load_config(backend: Backend) -> Config:
@@ -126,11 +155,20 @@ def load_config(backend: Backend) -> Config:
         raise type(error)(f"{where}: {error}") from error
 
 
-def create_store(path: str | os.PathLike[str], *, shared: bool = False, ops: FileOps | None = None) -> Config:
+def create_store(
+    path: str | os.PathLike[str],
+    *,
+    shared: bool = False,
+    ops: FileOps | None = None,
+    cut: CutRules | None = None,
+    alternate: Alternate | None = None,
+) -> Config:
     """Make a store in a new or empty directory, whose parent exists; `shared` lets the directory's group in.
 
-    The config comes last and makes it a store, so an interrupted call can be repeated. Raises ExistsError for
-    anything else that is there, NotFoundError without a parent, NoSpaceError, PermissionDeniedError.
+    `cut` are its rules of cutting, else those of this version; `alternate` makes it a private store, which gets no
+    reserve: it is to cost what changed. The config comes last and makes it a store, so an interrupted call can be
+    repeated. Raises ExistsError for anything else that is there, NotFoundError without a parent, NoSpaceError,
+    PermissionDeniedError.
     """
     backend = LocalBackend(path, ops, shared=shared)
     mode = _mode(shared)
@@ -145,9 +183,13 @@ def create_store(path: str | os.PathLike[str], *, shared: bool = False, ops: Fil
         _make_directory(backend, backend.path(name), mode)
     if "README.txt" not in present:
         backend.create("README.txt", README.encode())
-    reserve.take(Path(path))
+    if alternate is None:
+        reserve.take(Path(path))
     config = Config(
         store_id=secrets.token_hex(16),
+        incompatible=() if alternate is None else (ALTERNATE,),
+        cut=cut or CutRules(),
+        alternate=alternate,
         shared=shared,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
@@ -169,6 +211,18 @@ def enable(backend: LocalBackend, config: Config, feature: str) -> Config:
     config.check_writable()
     if feature not in config.read_only_compatible:
         config = replace(config, read_only_compatible=(*config.read_only_compatible, feature))
+        backend.replace(KEY, encode_config(config))
+    return config
+
+
+def move_alternate(backend: LocalBackend, path: str) -> Config:
+    """Note, durably, that the base store of a private store lies at `path` by now; returns the config.
+
+    Raises NoSpaceError, PermissionDeniedError, BackendError.
+    """
+    config = load_config(backend)
+    if config.alternate is not None and config.alternate.path != path:
+        config = replace(config, alternate=replace(config.alternate, path=path))
         backend.replace(KEY, encode_config(config))
     return config
 

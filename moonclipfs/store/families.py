@@ -49,7 +49,7 @@ def families(table: PackTable, choice: Choice, live: Flags, needed: Flags) -> li
     bases = table.base_numbers(choice.rows)
     present = np.zeros(len(bases), np.bool_)
     present[table.object_numbers(np.flatnonzero(live))] = True
-    hangs, depths, roots = _follow(bases, needed)
+    hangs, depths, roots = _follow(bases, needed, table.depths_elsewhere(choice.rows))
     hanging = np.flatnonzero(present & needed & hangs)
     if not len(hanging):
         return []
@@ -84,8 +84,11 @@ def affordable(table: PackTable, found: Iterable[Family], room: int) -> list[Fam
     return chosen
 
 
-def _follow(bases: Rows, needed: Flags) -> tuple[Flags, Rows, Rows]:
-    """For each object whether any base behind it is not needed, the number of these bases, and the last of them."""
+def _follow(bases: Rows, needed: Flags, beyond: Rows) -> tuple[Flags, Rows, Rows]:
+    """For each object whether any base behind it is not needed, the number of these bases, and the last of them.
+
+    `beyond` are the links of each that no other object of the table is behind.
+    """
     linked = bases >= 0
     behind = np.where(linked, bases, np.arange(len(bases)))
     hangs = np.zeros(len(bases), np.bool_)
@@ -93,7 +96,7 @@ def _follow(bases: Rows, needed: Flags) -> tuple[Flags, Rows, Rows]:
     roots = behind
     for _ in range(limits.CHAIN_READ_DEPTH):
         hangs = linked & (~needed[behind] | hangs[behind])
-        depths = np.where(linked, depths[behind] + 1, 0)
+        depths = np.where(linked, depths[behind] + 1, beyond)
         roots = roots[behind]
     return hangs, depths, roots
 

@@ -50,13 +50,13 @@ def is_local(path: Path) -> bool:
     return file_system_type(path) in _LOCAL
 
 
-def index_path(root: Path, store_id: str, *, shared: bool) -> Path | None:
-    """Where this host keeps its index of a store: inside it when that is private, local and writable, else in the
-    user's cache directory; None when that cannot be written either.
+def index_path(root: Path, store_id: str, *, shared: bool, inside: bool = True) -> Path | None:
+    """Where this host keeps its index of a store: inside it when that is private, local and writable, and `inside`,
+    else in the user's cache directory; None when that cannot be written either.
 
     The name in the cache holds the store's path, since a copy of a store has the same id and other packs.
     """
-    if not shared and os.access(root, os.W_OK) and is_local(root):
+    if inside and not shared and os.access(root, os.W_OK) and is_local(root):
         return root / "index.sqlite"
     base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     place = hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16]
@@ -66,3 +66,14 @@ def index_path(root: Path, store_id: str, *, shared: bool) -> Path | None:
     except OSError:
         return None
     return directory / f"index-{place}.sqlite"
+
+
+def base_index_path(root: Path, store_id: str, private: Path) -> Path | None:
+    """Where this host keeps its index of a store in whose directory nothing is to be written: in the user's cache
+    directory, which all private stores over it share, else in that of the private store; None when neither can be
+    written.
+    """
+    found = index_path(root, store_id, shared=False, inside=False)
+    if found is None and os.access(private, os.W_OK) and is_local(private):
+        return private / f"base-{store_id}.sqlite"
+    return found

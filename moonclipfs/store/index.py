@@ -113,6 +113,11 @@ class Index:
         wanted = set(ids)
         return self._database.run(lambda connection: self._find(connection, wanted, usable, limits.CHAIN_DEPTH))
 
+    def usable_within(self, ids: Iterable[ObjectId], links: int) -> set[ObjectId]:
+        """Those of `ids` that something new may refer to, with `links` bases behind them at most. See `find_many`."""
+        wanted = set(ids)
+        return set(self._database.run(lambda connection: self._find(connection, wanted, True, links)))
+
     def locate(self, object_id: ObjectId) -> Location:
         """Return where an object is that must be somewhere: looks for new packs, and makes the index anew, if need be.
 
@@ -158,6 +163,10 @@ class Index:
             found = self._database.run(again)
         found = found or [self.locate(location.object_id)]
         return next((other for other in found if other != location), None)
+
+    def elsewhere(self, ids: Iterable[ObjectId]) -> set[ObjectId]:
+        """Those of `ids` that another store keeps for this one, with all bases behind them. See `PairedIndex`."""
+        return set()
 
     def by_label(self, label: int, limit: int = 8) -> list[Location]:
         """Return usable objects with this label (not 0), the newest first."""
@@ -291,8 +300,14 @@ class Index:
         bases = {location.base for location in kept if location.base != NO_ID}
         if not bases:
             return kept
-        known = self._find(connection, bases, True, links - 1) if links else {}
+        known = set(self._find(connection, bases, True, links - 1)) if links else set()
+        if links and (rest := bases - known):
+            known |= self._usable_elsewhere(rest, links - 1)
         return [location for location in kept if location.base == NO_ID or location.base in known]
+
+    def _usable_elsewhere(self, ids: set[ObjectId], links: int) -> set[ObjectId]:
+        """Those of `ids` that may be bases though they lie in another store. See `PairedIndex`."""
+        return set()
 
     def _recent(self, column: str, value: int, limit: int) -> list[Location]:
         def work(connection: sqlite3.Connection) -> list[Location]:

@@ -273,6 +273,10 @@ class PackReader:
             self.forget([location.pack])
             raise MissingObjectError(f"{location}: {error}") from error
 
+    def require(self, packs: Iterable[str]) -> None:
+        """See `require_packs`."""
+        require_packs(self._backend, packs)
+
     def entries(self, pack: str) -> NDArray[np.void]:
         """The checked footer of a pack. Raises MissingObjectError when the pack is gone, CorruptError for damage."""
         value = self._value(pack, f"pack {pack}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 
+from moonclipfs import limits
 from moonclipfs.errors import BusyError, MissingObjectError
 from moonclipfs.formats.cut import CutRules
 from moonclipfs.store.backend import Backend
@@ -13,11 +14,11 @@ from moonclipfs.store.index import Index
 from moonclipfs.store.ingest import Intake
 from moonclipfs.store.leases import Lease
 from moonclipfs.store.log import Log, Names
-from moonclipfs.store.packs import PackReader
+from moonclipfs.store.packs import Location, PackReader
 from moonclipfs.store.reader import Chain, ObjectReader
 from moonclipfs.store.recipes import decode_recipe
-from moonclipfs.store.sinks import PackSink
-from moonclipfs.types import NO_ID, EntryType, Kind, ObjectId, Version
+from moonclipfs.store.sinks import Hints, PackSink
+from moonclipfs.types import NO_ID, Buffer, EntryType, Kind, ObjectId, Version
 
 _KINDS = {EntryType.FILE: Kind.RECIPE, EntryType.DIRECTORY: Kind.DIRECTORY}
 
@@ -66,6 +67,30 @@ class Ingest(Intake):
         super().close()
         self._packs_sink.abort()
         self._hold.release()
+
+    def finds(self, object_id: ObjectId) -> bool:
+        """Whether an object is here and may be referred to; it counts as referred to then."""
+        return self._packs_sink.find(object_id) is not None
+
+    def adopt(self, location: Location, encoded: Buffer) -> bool:
+        """Store an object that another store holds at `location` as it is encoded there; its base has to be here.
+
+        Returns False, and does nothing, when its chain would be too long. Raises MissingObjectError without its base.
+        """
+        depth = 0
+        if location.base != NO_ID:
+            base = self._packs_sink.find(location.base)
+            if base is None:
+                raise MissingObjectError(f"{location}: its base {location.base.hex()} is not there to refer to")
+            depth = base.depth + 1
+        if depth <= limits.CHAIN_DEPTH:
+            self._packs_sink.adopt(location, encoded, depth)
+        return depth <= limits.CHAIN_DEPTH
+
+    def adopt_whole(self, location: Location, raw: Buffer) -> None:
+        """Store an object that another store holds at `location` in full."""
+        hints = Hints(location.dtype, location.label, location.sketch)
+        self._packs_sink.put(location.kind, raw, location.object_id, hints)
 
     def publish(
         self,

@@ -6,7 +6,7 @@ a million objects.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError, MissingObjectError
-from moonclipfs.store.backend import Backend
 from moonclipfs.store.packfile import ENTRY, RECORD_BYTES
-from moonclipfs.store.packs import Location, PackReader, pack_of_key
+from moonclipfs.store.packs import Location, pack_of_key
 from moonclipfs.store.store import Store
 from moonclipfs.types import ID_BYTES, NO_ID, EntryType, Kind, ObjectId, Version
 
 _ID = f"S{ID_BYTES}"
 _NO_BASE = -1
 _ABSENT = -2
+_ELSEWHERE = -3
 _BORNE = 1 << 10
 _GOING = 1 << 20
 _CONDEMNED = 1 << 40
@@ -104,17 +104,20 @@ class Needed:
 class Footers:
     """The entries of packs, read once: packs never change."""
 
-    def __init__(self, backend: Backend, packs: PackReader, damaged_copies: Collection[tuple[str, int]] = ()) -> None:
+    def __init__(self, store: Store, damaged_copies: Collection[tuple[str, int]] = ()) -> None:
         """`damaged_copies` are places (pack, offset) of copies that are not to be chosen over others."""
-        self._backend = backend
-        self._packs = packs
+        self._backend = store.backend
+        self._packs = store.packs
+        self._elsewhere = store.index.elsewhere
         self._damaged_copies = damaged_copies
         self._known: dict[str, NDArray[np.void]] = {}
         self.damaged: dict[str, str] = {}
         """Packs whose footer is damaged, so that their entries were found by scanning, and what is wrong."""
 
     def table(self) -> PackTable:
-        """The entries of all packs that there are. Raises BackendError."""
+        """The entries of all packs that there are. Raises BackendError, and MissingObjectError when a base store is
+        gone: what lies there is not known then.
+        """
         listed = [info for info in self._backend.list("packs/") if pack_of_key(info.key)]
         names, sizes, modified, tables = [], [], [], []
         # The newest last: of equally good copies the newest counts, which is the one that repacking made.
@@ -127,7 +130,7 @@ class Footers:
                 modified.append(info.modified_ns)
                 tables.append(entries)
         self._known = dict(zip(names, tables, strict=True))
-        return PackTable(names, sizes, modified, tables, self._damaged_copies)
+        return PackTable(names, sizes, modified, tables, self._damaged_copies, self._elsewhere)
 
     def packs(self) -> list[str]:
         """The packs of the last table."""
@@ -153,7 +156,11 @@ class Footers:
 
 
 class PackTable:
-    """Every object that any pack holds, one row each copy, sorted by id; packs and objects are numbers."""
+    """Every object that any pack holds, one row each copy, sorted by id; packs and objects are numbers.
+
+    What the base store of a private one holds is no part of it, and not missing either: a base that lies there counts
+    as none.
+    """
 
     def __init__(
         self,
@@ -162,7 +169,9 @@ class PackTable:
         modified_ns: list[int],
         tables: list[NDArray[np.void]],
         damaged_copies: Collection[tuple[str, int]] = (),
+        elsewhere: Callable[[Collection[ObjectId]], Collection[ObjectId]] = lambda ids: (),
     ) -> None:
+        """`elsewhere` tells which of some objects a base store holds."""
         self.names = names
         self.numbers: Mapping[str, int] = {name: number for number, name in enumerate(names)}
         self.sizes = np.array(sizes, np.int64)
@@ -186,6 +195,8 @@ class PackTable:
         self._object = np.repeat(np.arange(len(self._first)), np.diff(self._first, append=len(ids)))
         bases = np.ascontiguousarray(self.entries["base"]).view(_ID)
         self._base = np.where(bases == b"", _NO_BASE, self._lookup(bases))
+        self._elsewhere = elsewhere
+        self._base[self._are_elsewhere(bases, self._base == _ABSENT)] = _ELSEWHERE
 
     def mask(self, packs: Collection[str]) -> Flags:
         """One flag a pack: whether it is among `packs`."""
@@ -205,7 +216,7 @@ class PackTable:
 
     def bases(self, rows: Rows) -> dict[ObjectId, ObjectId]:
         """The base of each object of `rows` that has one."""
-        rows = rows[self._base[rows] != _NO_BASE]
+        rows = rows[(self._base[rows] >= 0) | (self._base[rows] == _ABSENT)]
         return dict(zip(_to_ids(self.entries["id"][rows]), _to_ids(self.entries["base"][rows]), strict=True))
 
     def flags(self, ids: Iterable[ObjectId]) -> Flags:
@@ -250,7 +261,7 @@ class PackTable:
         if needed is not None:
             link += ~needed[self._base[there]] * np.int64(_BORNE)
         for _ in range(limits.CHAIN_READ_DEPTH + 1):
-            behind = np.where(self._base == _NO_BASE, 0, _NEVER)
+            behind = np.where((self._base == _NO_BASE) | (self._base == _ELSEWHERE), 0, _NEVER)
             behind[there] = cost[self._base[there]] + link
             each = np.minimum(own + behind, _NEVER)
             best = np.minimum.reduceat(each, self._first) if len(each) else cost
@@ -264,7 +275,7 @@ class PackTable:
         """The chosen copies of `ids`, and of all bases behind these; all copies of an object that cannot be decoded."""
         wanted = np.frombuffer(b"".join(ids), _ID)
         numbers = self._lookup(wanted)
-        missing = set(_to_ids(wanted[numbers < 0]))
+        missing = set(_to_ids(wanted[(numbers < 0) & ~self._are_elsewhere(wanted, numbers < 0)]))
         live = np.zeros(len(self._first), np.bool_)
         rows_live = np.zeros(len(self.entries), np.bool_)
         numbers = np.unique(numbers[numbers >= 0])
@@ -281,6 +292,15 @@ class PackTable:
             numbers = numbers[~live[numbers]]
         unresolved = _to_ids(self._ids[live & ~choice.resolved])
         return Closure(rows_live, sorted(missing), unresolved)
+
+    def depths_elsewhere(self, rows: Rows) -> Rows:
+        """For each of `rows` whose base a base store holds the links behind it, as noted when it was stored; else 0."""
+        return np.where(self._base[rows] == _ELSEWHERE, self.entries["depth"][rows], 0).astype(np.int64)
+
+    def _are_elsewhere(self, ids: NDArray[np.bytes_], asked: Flags) -> Flags:
+        """Which of those of `ids` that are `asked` for a base store holds."""
+        found = self._elsewhere(_to_ids(ids[asked])) if asked.any() else ()
+        return asked & np.isin(ids, np.array([*found], _ID)) if found else np.zeros(len(ids), np.bool_)
 
     def _lookup(self, ids: NDArray[np.bytes_]) -> NDArray[np.int64]:
         """The number of each object, or _ABSENT."""

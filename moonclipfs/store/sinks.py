@@ -20,7 +20,7 @@ from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store.backend import Backend
 from moonclipfs.store.bases import Candidate, Known, pick
 from moonclipfs.store.index import Index
-from moonclipfs.store.packs import Location, PackReader, PackWriter, require_packs
+from moonclipfs.store.packs import Location, PackReader, PackWriter
 from moonclipfs.store.reader import ObjectReader
 from moonclipfs.types import NO_ID, Buffer, DType, Kind, ObjectId, Source
 
@@ -129,7 +129,6 @@ class PackSink(_Seen):
 
     def __init__(self, backend: Backend, index: Index, packs: PackReader) -> None:
         super().__init__(index)
-        self._backend = backend
         self._packs = packs
         self._found_packs: set[str] = set()
         self._found_bases: set[ObjectId] = set()
@@ -174,14 +173,18 @@ class PackSink(_Seen):
 
     def copy(self, location: Location) -> Location:
         """Store the encoded bytes of an object once more, as they are: for one in a pack that is about to go."""
-        data = self._packs.read(location, 0, location.encoded_length)
+        return self.adopt(location, self._packs.read(location, 0, location.encoded_length), location.depth)
+
+    def adopt(self, location: Location, encoded: Buffer, depth: int) -> Location:
+        """Store an object that is encoded already, with all that `location` tells of it but its place; its base has to
+        be here, and `depth` to be one more than that of the base."""
         fresh = self._writer.add(
-            data,
+            encoded,
             object_id=location.object_id,
             kind=location.kind,
             raw_length=location.raw_length,
             dtype=location.dtype,
-            depth=location.depth,
+            depth=depth,
             base=location.base,
             base_start=location.base_start,
             label=location.label,
@@ -213,7 +216,7 @@ class PackSink(_Seen):
                 )
             packs.update(place.pack for place in places.values())
             bases = {place.base for place in places.values() if place.base != NO_ID} - seen
-        require_packs(self._backend, packs)
+        self._packs.require(packs)
 
     def abort(self) -> None:
         """Throw away what is not published. Harmless after `flush`."""

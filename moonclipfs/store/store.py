@@ -10,7 +10,9 @@ from types import TracebackType
 from moonclipfs import limits
 from moonclipfs.errors import (
     CorruptError,
+    FormatVersionError,
     LeaseLostError,
+    LimitError,
     NoSpaceError,
     NotFoundError,
     PermissionDeniedError,
@@ -20,14 +22,16 @@ from moonclipfs.formats.layout import Layout
 from moonclipfs.formats.sniff import parse
 from moonclipfs.store.backend import LocalBackend
 from moonclipfs.store.cache import BoundedCache
-from moonclipfs.store.config import create_store, load_config, make_missing_directories
+from moonclipfs.store.config import Config, create_store, load_config, make_missing_directories
 from moonclipfs.store.directories import decode_directory, directory_weight
 from moonclipfs.store.filereader import FileReader
+from moonclipfs.store.hostfs import base_index_path
 from moonclipfs.store.hostfs import index_path as default_index_path
 from moonclipfs.store.index import Index
 from moonclipfs.store.leases import Lease
 from moonclipfs.store.log import Log, Names, parse_spec
 from moonclipfs.store.packs import PackReader
+from moonclipfs.store.paired import PairedIndex, PairedPacks
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.reader import ObjectReader
 from moonclipfs.store.recipes import Recipe, decode_recipe
@@ -40,8 +44,19 @@ _EMPTY = Recipe(())
 class Store:
     """A store in a local directory. A context manager; thread-safe, but for `close`."""
 
-    def __init__(self, path: Path, *, write: bool, purpose: str, index_path: Path | None, cache_bytes: int) -> None:
-        """Use `Store.open`."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        write: bool,
+        purpose: str,
+        index_path: Path | None,
+        cache_bytes: int,
+        above: tuple[str, ...] | None = None,
+    ) -> None:
+        """Use `Store.open`. `above` are the ids of the private stores that this one is the base store of, the nearest
+        last: then nothing at all is written into its directory, not even a lease or an index.
+        """
         self.path = path
         self.backend = LocalBackend(path)
         self.config = load_config(self.backend)
@@ -52,6 +67,11 @@ class Store:
             make_missing_directories(self.backend, self.config)
         self.write = write
         self._purpose = purpose
+        self._leaves_no_trace = above is not None
+        self.base: Store | None = None
+        """The base store of a private one, open for reading only."""
+        if self.config.alternate is not None:
+            self.base = _open_base(path, self.config, above or ())
         self.layers = 0
         """How many open layers tell the lease what was seen: they may rely on earlier names for longer than others."""
         self.log = Log(self.backend)
@@ -59,10 +79,17 @@ class Store:
         self.lease = self._lease(names.sequence)
         if self.lease is not None:
             self.backend.owner = self.lease.name
-        self.packs = PackReader(self.backend)
-        if index_path is None:
+        if index_path is None and not self._leaves_no_trace:
             index_path = default_index_path(path, self.config.store_id, shared=self.config.shared)
-        self.index = Index(index_path, self.backend, self.packs, self.config.store_id)
+        if self.base is None:
+            self.packs = PackReader(self.backend)
+            self.index = Index(index_path, self.backend, self.packs, self.config.store_id)
+        else:
+            self.packs = PairedPacks(self.backend, self.base.packs)
+            self.index = PairedIndex(
+                index_path, self.backend, self.packs, self.config.store_id, self.base.index,
+                f"its base store {self.base.path}", self.base.follow,
+            )  # fmt: skip
         self.index.set_condemned(names.condemned())
         self.objects = ObjectReader(self.index, self.packs, cache_bytes)
         self._directories: BoundedCache[ObjectId, Mapping[bytes, Entry]]
@@ -110,6 +137,8 @@ class Store:
         self.lease = self._lease(0)
 
     def _lease(self, sequence: int) -> Lease | None:
+        if self._leaves_no_trace:
+            return None
         try:
             return Lease.acquire(self.path, self._purpose, sequence)
         except (PermissionDeniedError, NoSpaceError, NotFoundError):
@@ -130,6 +159,8 @@ class Store:
         """Let go of the lease, the index and every open pack. Harmless when done before."""
         self.index.close()
         self.packs.close()
+        if self.base is not None:
+            self.base.close()
         if self.lease is not None:
             self.lease.release()
             self.lease = None
@@ -146,6 +177,17 @@ class Store:
         if not self.layers:
             self.saw(names)
         return names
+
+    def follow(self) -> None:
+        """Look for what others did to the store: names, condemned packs, new packs and deleted ones.
+
+        Raises NotFoundError when another store is here by now, or none, and BackendError, PermissionDeniedError,
+        CorruptError.
+        """
+        if (found := load_config(self.backend).store_id) != self.config.store_id:
+            raise NotFoundError(f"{self.path} is the store {found} by now, and not {self.config.store_id}")
+        self.names()
+        self.index.sync()
 
     def saw(self, names: Names) -> None:
         """Tell the lease that this process relies on nothing before `names` but for its holds and its journals."""
@@ -245,6 +287,35 @@ class Store:
         if not self.write or self.lease is None:
             raise UsageError(f"{self.path} is open for reading only")
         return Ingest(self.backend, self.index, self.packs, self.log, self.lease, self.config.cut)
+
+
+def _open_base(path: Path, config: Config, above: tuple[str, ...]) -> Store:
+    """Open the base store of the private store at `path`, of which nothing is written. It may be a private one itself.
+
+    Raises NotFoundError when it is not there, or another store is; CorruptError when base stores lead back, LimitError
+    for too many.
+    """
+    assert config.alternate is not None
+    place, wanted = config.alternate.path, config.alternate.store_id
+    above = (*above, config.store_id)
+    advice = f"bring it back, or name the place where it is by now: `moonclipfs overlay create --state {path}`"
+    if wanted in above:
+        raise CorruptError(f"{path}: its base stores lead back to the store {wanted} at {place}")
+    if len(above) > limits.BASE_STORES:
+        raise LimitError(f"{path}: more than {limits.BASE_STORES} base stores, one behind the other")
+    try:
+        found = load_config(LocalBackend(place)).store_id
+    except (NotFoundError, FormatVersionError) as error:
+        raise NotFoundError(
+            f"{path} is a private store over the store {wanted} at {place}: {error}; {advice}"
+        ) from error
+    if found != wanted:
+        raise NotFoundError(
+            f"{path} is a private store over the store {wanted} at {place}, where another one is, {found}: {advice}"
+        )
+    index_path = base_index_path(Path(place), wanted, path)
+    cache_bytes = limits.BLOCK_CACHE_BYTES
+    return Store(Path(place), write=False, purpose="", index_path=index_path, cache_bytes=cache_bytes, above=above)
 
 
 def _attributes(version: Version) -> Attributes:

@@ -29,7 +29,7 @@ class Survey:
         """What versions need."""
         self.only_layers = Needed(beside=self.needed)
         """What layers need beside that."""
-        self.footers = Footers(store.backend, store.packs, store.index.damaged())
+        self.footers = Footers(store, store.index.damaged())
         self.left_alone: dict[str, str] = {}
         """Packs that cannot be repacked, and why."""
         self.condemned: dict[str, int] = {}

@@ -125,7 +125,8 @@ class StoreStats:
     """What is in a store and what was saved, in bytes.
 
     `logical` is all files of all kept versions as plain files. It is the sum of: `shared`, referred to again after
-    the first time; `holes` and `literals` (kept in recipes); and the raw bytes of `full` and `delta` objects. Packs
+    the first time; `holes` and `literals` (kept in recipes); and the raw bytes of `full` and `delta` objects, and of
+    those that the base store of a private one holds (`in_base`), which take nothing here. Packs
     are the sum of: what `full`, `delta`, `trees` (directories and recipes), `only_bases` (needed for deltas alone)
     and `layers` (needed by no version) take; `dead`, which gc frees in time, condemned packs included; and
     `overhead`, headers and trailers.
@@ -139,6 +140,7 @@ class StoreStats:
     literals: int = 0
     full: Part = field(default_factory=Part)
     delta: Part = field(default_factory=Part)
+    in_base: Part = field(default_factory=Part)
     trees: Part = field(default_factory=Part)
     only_bases: Part = field(default_factory=Part)
     layers: Part = field(default_factory=Part)
@@ -172,6 +174,11 @@ def stats(store: Store) -> StoreStats:
     found.dead = int(waste.dead.sum())
     found.overhead = found.pack_bytes - int(table.stored.sum())
     used = _count_files(store, list(names.all_versions()), found)
+    here = {table.entries["id"][row].tobytes() for row in waste.needed.nonzero()[0]}
+    for object_id in store.index.elsewhere(used.keys() - here):
+        found.in_base.add(used.pop(object_id), 0)
+    if missing := used.keys() - here:
+        raise CorruptError(f"object {min(missing).hex()} is in no pack: run `moonclipfs verify`")
     _count_objects(table, waste.needed.nonzero()[0].tolist(), used, set(survey.only_layers.ids()), found)
     return found
 
@@ -205,9 +212,6 @@ def _count_files(store: Store, versions: Sequence[Version], found: StoreStats) -
 def _count_objects(
     table: PackTable, rows: Sequence[int], used: dict[ObjectId, int], layers: set[ObjectId], found: StoreStats
 ) -> None:
-    missing = used.keys() - {table.entries["id"][row].tobytes() for row in rows}
-    if missing:
-        raise CorruptError(f"object {min(missing).hex()} is in no pack: run `moonclipfs verify`")
     for row in rows:
         location, stored = table.location(row), int(table.stored[row])
         if location.object_id in layers:
