@@ -23,6 +23,8 @@ class Area(enum.Enum):
     """Every kept version at PATH/NUMBER."""
     LATEST = b"@latest"
     """A link for each parent of snapshots to the newest complete one."""
+    EXPERTS = b"@experts"
+    """The experts of bound snapshots, at the same paths, each a file."""
 
 
 class Link(NamedTuple):
@@ -97,7 +99,11 @@ class View:
         """The names of an area."""
         tree = self._trees.get(area)
         if tree is None:
-            tree = NameTree(self._leaves(area), self._before.pop(area, None), self._now_ns)
+            before = self._before.pop(area, None)
+            if area is Area.EXPERTS:
+                tree = self.area(Area.LIVE)  # the same names, and other things in them
+            else:
+                tree = NameTree(self._leaves(area), before, self._now_ns)
             self._trees[area] = tree
         return tree
 

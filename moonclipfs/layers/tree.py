@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError, NotFoundError
+from moonclipfs.layers.experts import ExpertEntry, Experts
 from moonclipfs.layers.names import Area, Children, Link, NameTree, View, join, path_bytes
 from moonclipfs.store.cache import BoundedCache
 from moonclipfs.store.directories import directory_weight
@@ -99,13 +100,14 @@ class Tree:
     """The file system. `adopt` changes what names mean; every other call may come from any thread."""
 
     def __init__(self, store: Store, *, show_virtual: bool = False) -> None:
-        """With `show_virtual`, `@latest` and `@versions` are listed at the root, and computed xattrs too."""
+        """With `show_virtual`, what begins with @ is listed at the root, and computed xattrs too."""
         self._store = store
         self._show_virtual = show_virtual
         self._owner = (os.geteuid(), os.getegid())
         self._directories: BoundedCache[ObjectId, Mapping[bytes, Entry]] = BoundedCache(limits.DIRECTORY_CACHE_ENTRIES)
         self._subdirectories: BoundedCache[ObjectId, int] = BoundedCache(limits.DIRECTORY_CACHE_ENTRIES)
         self._groups: BoundedCache[ObjectId, Counter[int]] = BoundedCache(limits.DIRECTORY_CACHE_ENTRIES)
+        self._experts = Experts(store)
         self.view = View(store.names())
         self.root = self._directory_of_names(Area.LIVE, b"")
 
@@ -188,7 +190,8 @@ class Tree:
         type_, attributes = entry.type, entry.attributes
         mtime, ctime, size, nlink = attributes.mtime_ns, attributes.ctime_ns, entry.size, 1
         if type_ is EntryType.DIRECTORY:
-            size, nlink = 0, 2 + self._count_subdirectories(node, wait)
+            # Which experts a directory holds is found out when it is opened, not when it is listed: 1 says nothing.
+            size, nlink = 0, 1 if node.area is Area.EXPERTS else 2 + self._count_subdirectories(node, wait)
             if (view := self._current(node)) is not None and (named := view.mtimes.get(node.path, 0)) > mtime:
                 mtime, ctime = named, max(ctime, named)
         elif type_ is EntryType.SYMLINK:
@@ -200,6 +203,8 @@ class Tree:
 
     def open(self, node: Node) -> FileReader:
         """The bytes of a file. Raises CorruptError."""
+        if isinstance(node.entry, ExpertEntry):
+            return self._experts.open(node.entry, self._directory(node.entry.home, wait=True))
         return self._store.open_file(node.entry)
 
     def is_kept(self, node: Node) -> bool:
@@ -274,7 +279,20 @@ class Tree:
     def _entries(self, directory: Node, wait: bool) -> Mapping[bytes, Entry]:
         if directory.version is None or not directory.is_directory:
             return {}
+        if directory.area is Area.EXPERTS:
+            return self._expert_entries(directory.entry, wait)
         return self._directory(directory.entry.child, wait)
+
+    def _expert_entries(self, entry: Entry, wait: bool) -> Mapping[bytes, Entry]:
+        home, layer = (entry.home, entry.layer) if isinstance(entry, ExpertEntry) else (entry.child, b"")
+        if home == NO_ID:
+            return {}
+        table = self._experts.known(home)
+        if table is None:
+            if not wait:
+                raise NotCachedError
+            table = self._experts.load(home, self._directory(home, wait))
+        return table.entries(layer)
 
     def _directory(self, object_id: ObjectId, wait: bool) -> Mapping[bytes, Entry]:
         if object_id == NO_ID:
@@ -348,7 +366,7 @@ class Tree:
             names += [b"snapshot", b"version"]
             if node.entry.child != NO_ID:
                 names.append(b"object")
-            if node.entry.type is EntryType.FILE:
+            if node.entry.type is EntryType.FILE and not isinstance(node.entry, ExpertEntry):
                 names.append(b"stored_size")
         return names
 

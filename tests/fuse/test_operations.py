@@ -57,7 +57,7 @@ def test_extended_attributes(store: Store, mounter: Mounter) -> None:
 def test_shown_virtual_names(store: Store, mounter: Mounter) -> None:
     publish(store, "run/a", {"x": b"1"})
     mounted = mounter(store.path, show_virtual=True)
-    assert sorted(os.listdir(mounted.path)) == ["@latest", "@versions", "run"]
+    assert sorted(os.listdir(mounted.path)) == ["@experts", "@latest", "@versions", "run"]
     assert "user.moonclip.snapshot" in os.listxattr(mounted.path / "run/a/x")
     assert (mounted.path / "@latest/run/x").read_bytes() == b"1"
     assert os.readlink(mounted.path / "@latest/run") == "../run/a"

@@ -113,7 +113,7 @@ def test_virtual_names_resolve_but_are_not_listed(store: Store) -> None:
     assert tree.names_in(tree.root) == [b"run"]
     assert tree.lookup(tree.root, b"@versions").area is Area.VERSIONS
     assert tree.lookup(tree.root, b"@latest").area is Area.LATEST
-    assert Tree(store, show_virtual=True).names_in(tree.root) == [b"@latest", b"@versions", b"run"]
+    assert Tree(store, show_virtual=True).names_in(tree.root) == [b"@experts", b"@latest", b"@versions", b"run"]
     with pytest.raises(NotFoundError):
         tree.lookup(at(tree, "run"), b"@versions")
 
