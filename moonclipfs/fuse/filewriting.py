@@ -1,7 +1,7 @@
-"""Files of a mount's live layer: opening, reading and writing them. Names are in `writing.py`.
+"""Files of a mount's layers: opening, reading and writing them. Names are in `writing.py`.
 
-Inodes of the layer have numbers of their own (`inodes.inode_number`), and so have handles of its files; all others are
-of the read-only trees beside it, and `Operations` answers for them.
+Inodes of layers have numbers of their own (`inodes.inode_number`), and so have handles of their files; all others are
+of the read-only trees beside them, and `Operations` answers for them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from pyfuse3 import FileHandleT as Handle
 from pyfuse3 import InodeT as Number
 
 from moonclipfs import limits
-from moonclipfs.errors import LimitError, NoSpaceError, NotFoundError, StagingFullError, TooManyOpenError
+from moonclipfs.errors import LimitError, NoSpaceError, QuotaError, StagingFullError, TooManyOpenError
 from moonclipfs.fuse import initflags
-from moonclipfs.fuse.handles import ReadHandle
 from moonclipfs.fuse.operations import Operations, answers, entry_attributes, let_go
 from moonclipfs.fuse.reading import Reads
+from moonclipfs.fuse.served import LIVE_BIT, LayerDirectory, LayerFile, Served, ServedLayers
 from moonclipfs.layers.changes import without_set_ids
-from moonclipfs.layers.files import OpenFile
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.inodes import ROOT_NUMBER, Inode
 from moonclipfs.layers.live import Live
@@ -38,8 +37,6 @@ from moonclipfs.layers.tree import Node, NotCachedError, Tree
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LIVE_BIT = 1 << 62
-"""Of the numbers of inodes and handles of the layer."""
 _OF_HANDLES = {"read", "write", "flush", "fsync", "release", "readdir", "releasedir", "fsyncdir"}
 _COARSE_CLOCK = 5
 """CLOCK_REALTIME_COARSE of linux/time.h."""
@@ -66,68 +63,26 @@ class Clock:
 
 
 def is_live(inode: int) -> bool:
-    """True for the number of an inode of the layer."""
+    """True for the number of an inode of a layer."""
     return inode == ROOT_NUMBER or bool(inode & LIVE_BIT)
 
 
 def is_live_handle(number: int) -> bool:
-    """True for a handle of the layer."""
+    """True for a handle of a layer."""
     return bool(number & LIVE_BIT)
 
 
-class LiveFile(ReadHandle):
-    """A file of the layer that somebody has open."""
-
-    __slots__ = ("_layer", "file")
-
-    def __init__(self, live: Live, file: OpenFile, sequence: int) -> None:
-        super().__init__(file, sequence)
-        self._layer = live.layer
-        self.file = file
-        self.users = 1
-
-    @property
-    def inode(self) -> Inode:
-        """What is open."""
-        return self.file.inode
-
-    @property
-    def place(self) -> str:
-        """The path from the root of the mount, for messages."""
-        return place_of(self._layer.path, self.inode)
-
-
-class LiveDirectory:
-    """An open directory: its names as they were when it was read from its beginning."""
-
-    __slots__ = ("inode", "names", "sequence")
-
-    def __init__(self, inode: Inode, sequence: int) -> None:
-        self.inode = inode
-        self.names: list[bytes] = []
-        self.sequence = sequence
-
-
-def place_of(path_of: Callable[[Inode], bytes], inode: Inode) -> str:
-    """The path of an inode from the root of the mount, for messages."""
-    try:
-        return "/" + os.fsdecode(path_of(inode))
-    except NotFoundError:
-        return f"a removed file ({inode})"
-
-
 class FileOperations(Operations):
-    """What a program does with an open file of the layer."""
+    """What a program does with an open file of a layer."""
 
     def __init__(self, live: Live, tree: Tree, holds: Holds, reads: Reads, disk: str | os.PathLike[str]) -> None:
         """`tree` shows the versions beside the live names; `disk` is as for Operations."""
         super().__init__(tree, holds, reads, disk)
         self.live = live
         self.layer = live.layer
-        self.known: dict[int, Inode] = {ROOT_NUMBER: self.layer.root}
-        """Inodes of the layer that the kernel was told of, the longest known first."""
-        self.open_files: dict[int, LiveFile] = {}
-        self.open_directories: dict[int, LiveDirectory] = {}
+        self.layers = ServedLayers(Served(live.layer, live.encoder, live.make_room))
+        self.open_files: dict[int, LayerFile] = {}
+        self.open_directories: dict[int, LayerDirectory] = {}
         self.ending = False
         """The mount is about to end: nobody waits for room any more."""
         self.direct = False
@@ -146,12 +101,16 @@ class FileOperations(Operations):
 
     # What is asked for
 
-    def inode(self, number: int) -> Inode:
-        """The inode that the kernel means. Raises ESTALE for one that it cannot know."""
-        try:
-            return self.known[number]
-        except KeyError:
-            raise FUSEError(errno.ESTALE) from None
+    def find(self, number: int) -> tuple[Inode, Served]:
+        """The inode that the kernel means, and its layer. Raises ESTALE for one that it cannot know."""
+        return self.layers.find(number)
+
+    def opened(self, number: int) -> LayerFile:
+        """An open file. Raises ESTALE when its layer was discarded."""
+        handle = self.open_files[number]
+        if handle.served.gone:
+            raise FUSEError(errno.ESTALE)
+        return handle
 
     def node_of(self, name: str, args: Sequence[Any]) -> Node | None:
         """The file or directory of a read-only tree that a request is about."""
@@ -162,14 +121,15 @@ class FileOperations(Operations):
         if not _is_of_layer(name, args):
             return super().describe(name, args)
         number = args[0]
-        handle, inode = self.open_files.get(number), self.known.get(number)
+        handle = self.open_files.get(number)
         if handle is not None:
             where = f" at offset {args[1]}" if name in ("read", "write") else ""
             return f"of {handle.place}{where}"
-        if inode is None:
+        if number not in self.layers.known:
             return f"of {number}"
+        inode, served = self.find(number)
         names = "".join(f" {part!r}" for part in args[1:4] if isinstance(part, bytes))
-        return f"of {place_of(self.layer.path, inode)}{names}"
+        return f"of {served.place_of(inode)}{names}"
 
     def attributes_of(self, inode: Inode, status: Status, timeout: float | None = None) -> EntryAttributes:
         """pyfuse3's form of a stat. What the layer shows changes through this mount only, or the kernel is told."""
@@ -188,28 +148,31 @@ class FileOperations(Operations):
         """Open a file; its pages stay valid in the kernel, since its bytes change only through this mount."""
         if not is_live(inode):
             return await super().open(inode, flags, ctx)
-        return await self.open_inode(self.inode(inode), flags, ctx)
+        return await self.open_inode(*self.find(inode), flags, ctx)
 
-    async def open_inode(self, inode: Inode, flags: int, ctx: RequestContext, *, new: bool = False) -> FileInfo:
-        """Open a file of the layer with the flags of open(2), for who asks."""
+    async def open_inode(
+        self, inode: Inode, served: Served, flags: int, ctx: RequestContext, *, new: bool = False
+    ) -> FileInfo:
+        """Open a file of a layer with the flags of open(2), for who asks."""
         self.check_handles()
         access = flags & os.O_ACCMODE
         sequence = self.tree.view.sequence  # held, which newer names that the layer shows may not be yet
         with self.holds.pinned(sequence):
-            file = await self.change(
-                self.layer.open_file, inode, write=access != os.O_RDONLY, privileged=_is_privileged(ctx)
-            )
+            options = {"write": access != os.O_RDONLY, "privileged": _is_privileged(ctx)}
+            file = await self.change(served, served.layer.open_file, inode, **options)
             try:
+                if served.gone:
+                    raise FUSEError(errno.ESTALE)
                 if flags & os.O_TRUNC and not new:
-                    await self._truncate(inode, 0, ctx)
+                    await self._truncate(inode, served, 0, ctx)
             except BaseException:
                 file.close()
                 raise
             self._last_handle += 1
-            self.open_files[self._last_handle] = LiveFile(self.live, file, sequence)
+            self.open_files[self._last_handle] = LayerFile(served, file, sequence)
             self.holds.pin(sequence)
         if access != os.O_RDONLY:
-            note_writer(self.layer, inode, ctx.pid)
+            note_writer(served.layer, inode, ctx.pid)
         # A map of a handle that may be read is served from the page cache, which a direct handle has to keep right:
         # that is worth it for files that are written anew.
         anew = access == os.O_RDWR and (new or bool(flags & os.O_TRUNC))
@@ -221,7 +184,7 @@ class FileOperations(Operations):
         """Bytes of a file, fewer than asked only at its end; what is damaged or missing is EIO."""
         if not is_live_handle(fh):
             return await super().read(fh, off, size)
-        return await self.reads.read(self.open_files[fh], off, size)  # type: ignore[return-value]  # any buffer does
+        return await self.reads.read(self.opened(fh), off, size)  # type: ignore[return-value]  # any buffer does
 
     @answers
     async def release(self, fh: Handle) -> None:
@@ -248,13 +211,14 @@ class FileOperations(Operations):
         """Write at an offset. Waits while too much is staged; ENOSPC comes only when nothing can be reclaimed."""
         if not is_live_handle(fh):
             raise FUSEError(errno.EROFS)
-        write = partial(self.open_files[fh].file.write, off, buf, self.clock.now_ns())
+        handle = self.opened(fh)
+        write = partial(handle.file.write, off, buf, self.clock.now_ns())
         try:
-            return await self._write(write, len(buf))
+            return await self._write(handle.served, write, len(buf))
         except LimitError as error:
             raise FUSEError(errno.EFBIG) from error  # past the longest file
 
-    async def _write(self, write: Callable[[], int], length: int) -> int:
+    async def _write(self, served: Served, write: Callable[[], int], length: int) -> int:
         """At once when that is likely to be quick, else on a thread."""
         began = time.monotonic()
         if length < limits.WRITE_INLINE_BYTES or began >= self._slow_until:
@@ -266,63 +230,67 @@ class FileOperations(Operations):
                 ended = time.monotonic()
                 if ended - began > limits.SLOW_WRITE_SECONDS:
                     self._slow_until = ended + limits.SLOW_DISK_SECONDS
-        return await self.with_room(write, length, self._writers)
+        return await self.with_room(served, write, length, self._writers)
 
-    async def with_room(self, work: Callable[[], T], length: int, limiter: trio.CapacityLimiter | None = None) -> T:
-        """Do something on a thread that needs about `length` bytes of room: wait while too much is staged, reclaim
-        when the disk is full, as long as there is anything. Raises NoSpaceError.
+    async def with_room(
+        self, served: Served, work: Callable[[], T], length: int, limiter: trio.CapacityLimiter | None = None
+    ) -> T:
+        """Do something on a thread that needs about `length` bytes of room in a layer: wait while too much is staged,
+        reclaim when the disk is full, as long as there is anything. Raises NoSpaceError, ESTALE when the layer goes.
         """
         seconds, reclaimed = _FIRST_WAIT_SECONDS, False
-        staged, since = self.layer.staging.used, time.monotonic()
+        staged, since = served.staged, time.monotonic()
         while True:
             try:
                 return await trio.to_thread.run_sync(work, limiter=limiter or self._threads)
             except StagingFullError as error:
                 let_go(error)
+                if served.gone:
+                    raise FUSEError(errno.ESTALE) from error
                 if self.ending:
                     raise NoSpaceError(f"the mount ends: {error}") from error
-                used, now = self.layer.staging.used, time.monotonic()
+                used, now = served.staged, time.monotonic()
                 if used < staged:
                     staged, since = used, now
-                elif now - since > limits.STAGING_PATIENCE_SECONDS and self.live.encoder.failures:
+                elif now - since > limits.STAGING_PATIENCE_SECONDS and served.encoding.failures:
                     raise NoSpaceError(f"nothing that is staged can be stored: {error}") from error
-                self.live.encoder.wake()
+                served.encoding.wake()
                 await trio.sleep(seconds)
                 seconds = min(2 * seconds, _LONGEST_WAIT_SECONDS)
             except NoSpaceError as error:
                 let_go(error)
-                if self.ending:
+                if self.ending or isinstance(error, QuotaError):
                     raise
-                freed = await trio.to_thread.run_sync(self.live.make_room, length, limiter=self._writers)
+                freed = await trio.to_thread.run_sync(served.make_room, length, limiter=self._writers)
                 if reclaimed and not freed:
                     raise
                 reclaimed = True
 
-    async def change(self, method: Callable[..., T], *args: object, **options: object) -> T:
-        """Call a method of the layer: at once if it knows all it needs, else on a worker thread."""
+    async def change(self, served: Served, method: Callable[..., T], *args: object, **options: object) -> T:
+        """Call a method of a layer: at once if it knows all it needs, else on a worker thread."""
         try:
             return method(*args, **options, wait=False)
         except (NotCachedError, NoSpaceError):
-            return await self.with_room(partial(method, *args, **options, wait=True), 0)
+            return await self.with_room(served, partial(method, *args, **options, wait=True), 0)
 
     @answers
     async def flush(self, fh: Handle) -> None:
         """close(2) of one descriptor: its caller is told what went wrong with what was written."""
         if not is_live_handle(fh):
             return
-        file = self.open_files[fh].file
+        handle = self.opened(fh)
         try:
-            file.flush()
+            handle.file.flush()
         except (NoSpaceError, StagingFullError):
-            await self.with_room(file.flush, limits.INLINE_BYTES)
+            await self.with_room(handle.served, handle.file.flush, limits.INLINE_BYTES)
 
     @answers
     async def fsync(self, fh: Handle, datasync: bool) -> None:
         """Return when what was written to a file is on the disk."""
         if not is_live_handle(fh):
             return
-        file = self.open_files[fh].file
-        await self.with_room(partial(file.sync, datasync), limits.INLINE_BYTES, self._syncers)
+        handle = self.opened(fh)
+        await self.with_room(handle.served, partial(handle.file.sync, datasync), limits.INLINE_BYTES, self._syncers)
 
     # Attributes
 
@@ -338,9 +306,9 @@ class FileOperations(Operations):
         """chmod, chown, utimensat, truncate."""
         if not is_live(inode):
             raise FUSEError(errno.EROFS)
-        found, now = self.inode(inode), self.clock.now_ns()
+        (found, served), now = self.find(inode), self.clock.now_ns()
         if fields.update_size:
-            await self._truncate(found, attr.st_size, ctx)
+            await self._truncate(found, served, attr.st_size, ctx)
         if fields.update_mtime:
             self.clock.saw(attr.st_mtime_ns)
         mode = attr.st_mode & 0o7777 if fields.update_mode else None
@@ -359,18 +327,19 @@ class FileOperations(Operations):
             "mtime_ns": _within_times(attr.st_mtime_ns) if fields.update_mtime else None,
         }
         if any(value is not None for value in changes.values()):
-            await self.change(self.layer.set_attributes, found, now_ns=now, **changes)
-        return self.attributes_of(found, await self._ask(self.layer.stat, found))
+            await self.change(served, served.layer.set_attributes, found, now_ns=now, **changes)
+        return self.attributes_of(found, await self._ask(served.layer.stat, found))
 
-    async def _truncate(self, inode: Inode, size: int, ctx: RequestContext) -> None:
+    async def _truncate(self, inode: Inode, served: Served, size: int, ctx: RequestContext) -> None:
+        now, privileged = self.clock.now_ns(), _is_privileged(ctx)
         try:
-            await self.change(self.layer.truncate, inode, size, self.clock.now_ns(), privileged=_is_privileged(ctx))
+            await self.change(served, served.layer.truncate, inode, size, now, privileged=privileged)
         except LimitError as error:
             raise FUSEError(errno.EFBIG) from error
 
 
 def _is_of_layer(request: str, args: Sequence[Any]) -> bool:
-    """True for a request about an inode or a handle of the layer."""
+    """True for a request about an inode or a handle of a layer."""
     first = args[0]
     if not isinstance(first, int):
         return False

@@ -40,9 +40,10 @@ class LiveRefresher(Refresher):
             self._operations.move_on(view.sequence)
             self._holds.unpin(before.sequence)
         await self._tell()
-        if len(self._operations.known) > limits.NODES // 4:
-            oldest = self._operations.oldest(limits.NODES // 16)
-            names = [(directory.number, name) for inode in oldest for directory, name in self._links(inode)]
+        layers = self._operations.layers
+        if len(layers.known) > limits.NODES // 4:
+            oldest = layers.oldest(limits.NODES // 16)
+            names = [(parent.number, name) for inode, served in oldest for parent, name in served.links(inode)]
             await trio.to_thread.run_sync(invalidate, names)
 
     async def _tell(self) -> None:
@@ -53,7 +54,8 @@ class LiveRefresher(Refresher):
         if before is view and not affected:
             return
         live = await trio.to_thread.run_sync(lambda: list(self._changed(affected, before, view)))
-        beside = await trio.to_thread.run_sync(lambda: list(self._tree.changed(before, (Area.VERSIONS, Area.LATEST))))
+        areas = [area for area in Area if area is not Area.LIVE]
+        beside = await trio.to_thread.run_sync(lambda: list(self._tree.changed(before, areas)))
         find = self._operations.nodes.find
         known = [(inode, name) for node, name in beside if (inode := find(node)) is not None]
         await trio.to_thread.run_sync(invalidate, live + known)
@@ -84,7 +86,7 @@ class LiveRefresher(Refresher):
             except MoonclipError:
                 own = False
             # What the layer has of its own goes before names, as it did: whoever works in it is not to be disturbed.
-            if directory.number in self._operations.known and not own:
+            if directory.number in self._operations.layers.known and not own:
                 yield directory.number, name
 
     def _between(self, before: View, view: View) -> Iterator[tuple[Inode, bytes]]:
@@ -93,7 +95,3 @@ class LiveRefresher(Refresher):
                 yield self._layer.resolve(path), name
             except MoonclipError:
                 continue  # the directory went away with it: then its own name is among the changes
-
-    def _links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
-        with self._layer.lock:
-            return list(inode.links)

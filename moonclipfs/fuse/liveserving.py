@@ -109,7 +109,7 @@ class LiveServer(Server):
         writing = self.writing
         return {
             **super().stats(),
-            "known": len(writing.known),
+            "known": len(writing.layers.known),
             "open_files": len(writing.open_files),
             "open_directories": len(writing.open_directories),
         }

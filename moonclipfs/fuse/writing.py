@@ -1,7 +1,7 @@
-"""Names of a mount's live layer: looking them up, listing and changing them, and what is told beside them.
+"""Names of a mount's layers: looking them up, listing and changing them, and what is told beside them.
 
 What lies below the names that begin with @ at the root are read-only trees: `Operations` answers for them, and nothing
-moves between them and the layer.
+moves between them and a layer, or from one layer to another.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import pyfuse3
 import trio
@@ -23,9 +24,10 @@ from pyfuse3 import XAttrNameT as XattrName
 
 from moonclipfs import limits
 from moonclipfs.errors import ExistsError, LimitError, NotFoundError, TooManyOpenError
-from moonclipfs.fuse.filewriting import LIVE_BIT, FileOperations, LiveDirectory, LiveFile, is_live, is_live_handle
+from moonclipfs.fuse.filewriting import FileOperations, is_live, is_live_handle
 from moonclipfs.fuse.operations import DOTS, answers
 from moonclipfs.fuse.reading import Reads
+from moonclipfs.fuse.served import LIVE_BIT, LayerDirectory, LayerFile, Served
 from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.inodes import ROOT_NUMBER, Inode
 from moonclipfs.layers.live import Live
@@ -57,24 +59,29 @@ class LiveOperations(FileOperations):
             return await super().lookup(parent_inode, name, ctx)
         if len(name) > limits.NAME_BYTES:
             raise FUSEError(errno.ENAMETOOLONG)
-        directory, view = self.inode(parent_inode), self.layer.view
-        (child,) = await self._ask(self.layer.children, directory, (name,))
+        directory, served = self.find(parent_inode)
+        epoch = served.epoch
+        (child,) = await self._ask(served.layer.children, directory, (name,))
         # While this waited, names may have changed, and the kernel been told: it must not keep this answer then.
-        timeout = limits.CONTENT_TIMEOUT_SECONDS if self.layer.view is view else 0.0
+        timeout = served.name_seconds if served.epoch is epoch else 0.0
         if child is not None:
-            return self.mention(*child, timeout)
+            return self.mention(*child, served, timeout)
         absent = EntryAttributes()
         absent.st_ino = Number(0)
         absent.entry_timeout = timeout
         return absent
 
-    def mention(self, inode: Inode, status: Status, timeout: float | None = None) -> EntryAttributes:
-        """The attributes of an inode that the kernel is about to be told of."""
-        if inode.number not in self.known and len(self.known) >= limits.NODES:
+    def mention(self, inode: Inode, status: Status, directory: Served, timeout: float | None = None) -> EntryAttributes:
+        """The attributes of an inode that the kernel is about to be told of, found in the layer `directory`.
+
+        Raises ESTALE when that was discarded meanwhile, TooManyOpenError.
+        """
+        if directory.gone:
+            raise FUSEError(errno.ESTALE)
+        if inode.number not in self.layers.known and len(self.layers.known) >= limits.NODES:
             raise TooManyOpenError(f"the kernel knows {limits.NODES} names already")
-        self.layer.remember(inode)
-        self.known[inode.number] = inode
-        return self.attributes_of(inode, status, timeout)
+        self.layers.remember(inode, directory.of(inode))
+        return self.attributes_of(inode, status, directory.name_seconds if timeout is None else timeout)
 
     async def forget(self, inode_list: Sequence[tuple[Number, int]]) -> None:
         """Drop what the kernel has forgotten. There is no answer to give, so nothing may be raised at all."""
@@ -82,60 +89,37 @@ class LiveOperations(FileOperations):
         for number, count in inode_list:
             if is_live(number) and number != ROOT_NUMBER:
                 try:
-                    self.unmention(number, count)
+                    self.layers.forget(number, count)
                 except Exception:
                     log.exception("forget of %d: unexpected error", number)
-
-    def unmention(self, number: int, count: int = 1) -> None:
-        """The kernel knows an inode by so many names less."""
-        inode = self.known.get(number)
-        if inode is not None:
-            self.layer.forget(inode, count)
-            if inode.lookups <= 0:
-                del self.known[number]
 
     def move_on(self, sequence: int) -> None:
         """Hold the names as of `sequence`, which are held already, for all that is open and still has a name.
 
         What has a name is kept by the layer or by the names of the log; what has none needs those of before.
         """
-        handles: list[LiveFile | LiveDirectory] = [*self.open_files.values(), *self.open_directories.values()]
+        handles: list[LayerFile | LayerDirectory] = [*self.open_files.values(), *self.open_directories.values()]
         for handle in handles:
-            if handle.sequence < sequence and self._has_name(handle.inode):
+            if handle.sequence < sequence and handle.served.has_name(handle.inode):
                 self.holds.pin(sequence)
                 self.holds.unpin(handle.sequence)
                 handle.sequence = sequence
-
-    def _has_name(self, inode: Inode) -> bool:
-        try:
-            self.layer.path(inode)
-        except NotFoundError:
-            return False
-        return True
-
-    def oldest(self, count: int) -> list[Inode]:
-        """The inodes that the kernel has known for the longest time, files first; they count as new from here on."""
-        numbers = [number for number, _ in zip(self.known, range(count + 1), strict=False) if number != ROOT_NUMBER]
-        inodes = [self.known[number] for number in numbers]
-        chosen = [inode for inode in inodes if not inode.is_directory] or inodes
-        for inode in chosen:
-            self.known[inode.number] = self.known.pop(inode.number)
-        return chosen
 
     @answers
     async def getattr(self, inode: Number, ctx: RequestContext) -> EntryAttributes:
         """stat."""
         if not is_live(inode):
             return await super().getattr(inode, ctx)
-        found = self.inode(inode)
-        return self.attributes_of(found, await self._ask(self.layer.stat, found))
+        found, served = self.find(inode)
+        return self.attributes_of(found, await self._ask(served.layer.stat, found))
 
     @answers
     async def readlink(self, inode: Number, ctx: RequestContext) -> Name:
         """The text of a symlink."""
         if not is_live(inode):
             return await super().readlink(inode, ctx)
-        return Name(self.layer.readlink(self.inode(inode)))
+        found, served = self.find(inode)
+        return Name(served.layer.readlink(found))
 
     # Listing
 
@@ -147,8 +131,8 @@ class LiveOperations(FileOperations):
         self.check_handles()
         sequence = self.tree.view.sequence  # held, which newer names that the layer shows may not be yet
         with self.holds.pinned(sequence):
-            directory = LiveDirectory(self.inode(inode), sequence)
-            await self._ask(self.layer.names_in, directory.inode)
+            directory = LayerDirectory(*self.find(inode), sequence)
+            await self._ask(directory.served.layer.names_in, directory.inode)
             self._last_directory += 1
             self.open_directories[self._last_directory] = directory
             self.holds.pin(sequence)
@@ -160,11 +144,13 @@ class LiveOperations(FileOperations):
         if not is_live_handle(fh):
             return await super().readdir(fh, start_id, token)
         handle, at, added = self.open_directories[fh], start_id, 0
+        if handle.served.gone:
+            raise FUSEError(errno.ESTALE)
         if start_id == 0:
-            handle.names = await self._listing(handle.inode)
+            handle.names = await self._listing(handle)
         while batch := handle.names[at : at + limits.LISTING_BATCH]:
             try:
-                for name, attributes in zip(batch, await self._children(handle.inode, batch), strict=True):
+                for name, attributes in zip(batch, await self._children(handle, batch), strict=True):
                     at += 1
                     if attributes is None:
                         continue
@@ -176,28 +162,31 @@ class LiveOperations(FileOperations):
                     raise
                 return  # the kernel gets what there is, counts it, and asks again from there: then it is told
 
-    async def _listing(self, inode: Inode) -> list[bytes]:
-        names = DOTS + await self._ask(self.layer.names_in, inode)
-        if inode.number == ROOT_NUMBER:
+    async def _listing(self, directory: LayerDirectory) -> list[bytes]:
+        names = DOTS + await self._ask(directory.served.layer.names_in, directory.inode)
+        if directory.inode.number == ROOT_NUMBER:
             names += [name for name in await self._ask(self.tree.names_in, self.tree.root) if name.startswith(b"@")]
         return names
 
-    async def _children(self, directory: Inode, names: Iterable[bytes]) -> list[Callable[[], EntryAttributes] | None]:
+    async def _children(
+        self, directory: LayerDirectory, names: Iterable[bytes]
+    ) -> list[Callable[[], EntryAttributes] | None]:
         """For each name, what makes its attributes when it is told to the kernel; None for one that has gone."""
         found: list[Callable[[], EntryAttributes] | None] = []
-        virtual = [name for name in names if _is_virtual(directory.number, name)]
-        live = [name for name in names if not _is_virtual(directory.number, name)]
-        for child, name in zip(await self._ask(self.layer.children, directory, live), live, strict=True):
+        inode, served = directory.inode, directory.served
+        virtual = [name for name in names if _is_virtual(inode.number, name)]
+        live = [name for name in names if not _is_virtual(inode.number, name)]
+        for child, name in zip(await self._ask(served.listed, inode, live), live, strict=True):
             if child is None:
                 found.append(None)
             elif name in DOTS:
-                found.append(lambda child=child: self.attributes_of(*child))  # type: ignore[misc]
+                found.append(partial(self.attributes_of, *child))
             else:
-                found.append(lambda child=child: self.mention(*child))  # type: ignore[misc]
+                found.append(partial(self.mention, *child, served))
         for name in virtual:  # last at the root, as in its listing
             node = self.tree.lookup(self.tree.root, name)
             status = await self._ask(self.tree.stat, node)
-            found.append(lambda node=node, status=status: self._mention(node, status))  # type: ignore[misc]
+            found.append(partial(self._mention, node, status))
         return found
 
     def _reply(self, token: pyfuse3.ReaddirToken, name: bytes, attributes: EntryAttributes, following: int) -> bool:
@@ -205,7 +194,7 @@ class LiveOperations(FileOperations):
         fits = pyfuse3.readdir_reply(token, Name(name), attributes, following)
         if not fits and name not in DOTS:
             if is_live(attributes.st_ino):
-                self.unmention(attributes.st_ino)
+                self.layers.forget(attributes.st_ino, 1)
             else:
                 self.nodes.forget(attributes.st_ino, 1)
         return fits
@@ -221,8 +210,9 @@ class LiveOperations(FileOperations):
     async def fsyncdir(self, fh: Handle, datasync: bool) -> None:
         """Return when the names of a directory are on the disk as they are."""
         if is_live_handle(fh):
-            inode = self.open_directories[fh].inode
-            await self.with_room(lambda: self.layer.sync_directory(inode), 0, self._syncers)
+            directory = self.open_directories[fh]
+            served, inode = directory.served, directory.inode
+            await self.with_room(served, lambda: served.layer.sync_directory(inode), 0, self._syncers)
 
     # Making
 
@@ -232,15 +222,15 @@ class LiveOperations(FileOperations):
     ) -> tuple[FileInfo, EntryAttributes]:
         """open(2) with O_CREAT."""
         try:
-            inode = await self._make(parent_inode, name, EntryType.FILE, mode, ctx)
+            inode, served = await self._make(parent_inode, name, EntryType.FILE, mode, ctx)
         except ExistsError as error:
             if flags & os.O_EXCL:
                 raise
             # Somebody else made it, and the kernel, which checks modes, does not know that yet: it is to look again.
             raise FUSEError(errno.ESTALE) from error
-        info = await self.open_inode(inode, flags, ctx, new=True)
+        info = await self.open_inode(inode, served, flags, ctx, new=True)
         try:
-            return info, await self._mention_new(inode)
+            return info, await self._mention_new(inode, served)
         except BaseException:
             await self.release(info.fh)  # the kernel will not, since it learns of no handle
             raise
@@ -253,51 +243,57 @@ class LiveOperations(FileOperations):
         type_ = _TYPES.get(stat.S_IFMT(mode))
         if type_ is None:
             raise FUSEError(errno.EPERM)
-        return await self._mention_new(await self._make(parent_inode, name, type_, mode, ctx))
+        return await self._mention_new(*await self._make(parent_inode, name, type_, mode, ctx))
 
     @answers
     async def mkdir(self, parent_inode: Number, name: Name, mode: Mode, ctx: RequestContext) -> EntryAttributes:
         """A directory."""
-        return await self._mention_new(await self._make(parent_inode, name, EntryType.DIRECTORY, mode, ctx))
+        return await self._mention_new(*await self._make(parent_inode, name, EntryType.DIRECTORY, mode, ctx))
 
     @answers
     async def symlink(self, parent_inode: Number, name: Name, target: Name, ctx: RequestContext) -> EntryAttributes:
         """A symbolic link with any text."""
-        return await self._mention_new(await self._make(parent_inode, name, EntryType.SYMLINK, 0o777, ctx, target))
+        return await self._mention_new(*await self._make(parent_inode, name, EntryType.SYMLINK, 0o777, ctx, target))
 
     @answers
     async def link(
         self, inode: Number, new_parent_inode: Number, new_name: Name, ctx: RequestContext
     ) -> EntryAttributes:
         """One more name of a file."""
-        directory = self._writable(new_parent_inode, new_name)
+        directory, served = self._writable(new_parent_inode, new_name)
         if not is_live(inode):
             raise FUSEError(errno.EXDEV)
-        found = self.inode(inode)
-        await self.change(self.layer.link, found, directory, new_name, self.clock.now_ns())
-        return await self._mention_new(found)
+        found, origin = self.find(inode)
+        if origin is not served:
+            raise FUSEError(errno.EXDEV)
+        await self.change(served, served.layer.link, found, directory, new_name, self.clock.now_ns())
+        return await self._mention_new(found, served)
 
     async def _make(
         self, parent: Number, name: Name, type_: EntryType, mode: int, ctx: RequestContext, target: bytes = b""
-    ) -> Inode:
+    ) -> tuple[Inode, Served]:
         owner = (stat.S_IMODE(mode), ctx.uid, ctx.gid)
-        directory = self._writable(parent, name)
-        return await self.change(self.layer.make, directory, name, type_, *owner, self.clock.now_ns(), target=target)
+        directory, served = self._writable(parent, name)
+        now = self.clock.now_ns()
+        inode = await self.change(served, served.layer.make, directory, name, type_, *owner, now, target=target)
+        return inode, served
 
-    async def _mention_new(self, inode: Inode) -> EntryAttributes:
-        return self.mention(inode, await self._ask(self.layer.stat, inode))
+    async def _mention_new(self, inode: Inode, served: Served) -> EntryAttributes:
+        return self.mention(inode, await self._ask(served.layer.stat, inode), served)
 
     # Removing and renaming
 
     @answers
     async def unlink(self, parent_inode: Number, name: Name, ctx: RequestContext) -> None:
         """Remove a name of a file; what is open stays readable."""
-        await self.change(self.layer.unlink, self._writable(parent_inode, name), name, self.clock.now_ns())
+        directory, served = self._writable(parent_inode, name)
+        await self.change(served, served.layer.unlink, directory, name, self.clock.now_ns())
 
     @answers
     async def rmdir(self, parent_inode: Number, name: Name, ctx: RequestContext) -> None:
         """Remove an empty directory."""
-        await self.change(self.layer.rmdir, self._writable(parent_inode, name), name, self.clock.now_ns())
+        directory, served = self._writable(parent_inode, name)
+        await self.change(served, served.layer.rmdir, directory, name, self.clock.now_ns())
 
     @answers
     async def rename(
@@ -312,20 +308,23 @@ class LiveOperations(FileOperations):
         """Move a name, over another one too, in one step for whoever looks."""
         if flags not in (0, _NOREPLACE, _EXCHANGE):
             raise FUSEError(errno.EINVAL)
-        before = self._writable(parent_inode_old, name_old)
-        after = self._writable(parent_inode_new, name_new)
+        before, served = self._writable(parent_inode_old, name_old)
+        after, other = self._writable(parent_inode_new, name_new)
+        if served is not other:
+            raise FUSEError(errno.EXDEV)
         options = {"replace": flags != _NOREPLACE, "exchange": flags == _EXCHANGE}
-        await self.change(self.layer.rename, before, name_old, after, name_new, self.clock.now_ns(), **options)
+        now = self.clock.now_ns()
+        await self.change(served, served.layer.rename, before, name_old, after, name_new, now, **options)
 
-    def _writable(self, parent: Number, name: Name) -> Inode:
-        """The directory in which a name is to be changed."""
+    def _writable(self, parent: Number, name: Name) -> tuple[Inode, Served]:
+        """The directory in which a name is to be changed, and its layer."""
         if not is_live(parent):
             raise FUSEError(errno.EROFS)
         if _is_virtual(parent, name):
             raise FUSEError(errno.EPERM)
         if len(name) > limits.NAME_BYTES:
             raise FUSEError(errno.ENAMETOOLONG)
-        return self.inode(parent)
+        return self.find(parent)
 
     # Extended attributes
 
@@ -336,8 +335,9 @@ class LiveOperations(FileOperations):
             return await super().getxattr(inode, name, ctx)
         if not name.startswith(_FAMILIES):
             raise FUSEError(errno.EOPNOTSUPP)
+        found, served = self.find(inode)
         try:
-            return await self._ask(self.layer.xattr, self.inode(inode), name)
+            return await self._ask(served.layer.xattr, found, name)
         except NotFoundError as error:
             raise FUSEError(pyfuse3.ENOATTR) from error
 
@@ -346,35 +346,36 @@ class LiveOperations(FileOperations):
         """The attributes that a copy should carry."""
         if not is_live(inode):
             return await super().listxattr(inode, ctx)
-        names = self.layer.xattr_names(self.inode(inode))
+        found, served = self.find(inode)
+        names = served.layer.xattr_names(found)
         return [XattrName(name) for name in names if ctx.uid == 0 or not name.startswith(b"trusted.")]
 
     @answers
     async def setxattr(self, inode: Number, name: XattrName, value: bytes, ctx: RequestContext) -> None:
         """Store an attribute."""
-        found = self._attributed(inode, name)
+        found, served = self._attributed(inode, name)
         try:
-            await self.change(self.layer.set_xattr, found, name, value, self.clock.now_ns())
+            await self.change(served, served.layer.set_xattr, found, name, value, self.clock.now_ns())
         except LimitError as error:
             raise FUSEError(errno.ENOSPC) from error  # what ext4 says of more than fits
 
     @answers
     async def removexattr(self, inode: Number, name: XattrName, ctx: RequestContext) -> None:
         """Remove an attribute."""
-        found = self._attributed(inode, name)
+        found, served = self._attributed(inode, name)
         try:
-            await self.change(self.layer.remove_xattr, found, name, self.clock.now_ns())
+            await self.change(served, served.layer.remove_xattr, found, name, self.clock.now_ns())
         except NotFoundError as error:
             raise FUSEError(pyfuse3.ENOATTR) from error
 
-    def _attributed(self, number: Number, name: XattrName) -> Inode:
+    def _attributed(self, number: Number, name: XattrName) -> tuple[Inode, Served]:
         if not is_live(number):
             raise FUSEError(errno.EROFS)
         if not name.startswith(_FAMILIES):
             raise FUSEError(errno.EOPNOTSUPP)
         if name.startswith(XATTR_PREFIX):
             raise FUSEError(errno.EPERM)
-        return self.inode(number)
+        return self.find(number)
 
     # The disk
 

@@ -112,7 +112,7 @@ def test_a_file_that_could_not_be_told_to_the_kernel_is_not_open(store: Store, t
     patch = """
 from moonclipfs.errors import LimitError
 from moonclipfs.fuse.writing import LiveOperations
-async def full(self, inode):
+async def full(self, inode, served):
     raise LimitError("full")
 LiveOperations._mention_new = full
 """

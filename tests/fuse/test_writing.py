@@ -98,7 +98,7 @@ make, made = LiveOperations._make, set()
 async def overtaken(self, parent, name, *args):
     if name.startswith(b"taken") and name not in made:
         made.add(name)
-        inode = await make(self, parent, name, *args)
+        inode, _ = await make(self, parent, name, *args)
         self.layer.set_attributes(inode, mode=0o600, uid=0, gid=0, now_ns=1)
     return await make(self, parent, name, *args)
 LiveOperations._make = overtaken
@@ -608,7 +608,7 @@ def test_shown_virtual_names_stand_beside_live_ones(store: Store, mounter: Mount
     (mounted.path / "new").touch()
     with os.scandir(mounted.path) as entries:
         found = {entry.name: entry.is_dir() for entry in entries}
-    assert found == {"run": True, "new": False, "@latest": True, "@versions": True}
+    assert found == {"run": True, "new": False, "@experts": True, "@latest": True, "@versions": True}
     assert os.listdir(mounted.path / "@versions/run/a") == ["1"]
 
 
