@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# Tests wait a lot: one process more than there are cores, but no more than the disk has room for.
+TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 FUZZ_ITERATIONS ?= 20000
 
 .DEFAULT_GOAL := help
@@ -17,7 +19,7 @@ demo: setup ## train a small model, store its checkpoints, mount them, load and 
 	$(BIN)/python -m tests.demo
 
 test: setup ## the whole test suite
-	$(PYTEST)
+	$(PYTEST) -n $(TEST_PROCESSES) --dist worksteal
 
 test-slow: setup ## the tests that take long; installs the suites of programs that they run
 	@bash tests/setup.sh suites

@@ -21,7 +21,7 @@ from moonclipfs.store.packs import Location, pack_key
 from moonclipfs.store.store import Store
 from moonclipfs.types import BytesSource, Entry, EntryType
 from tests.faults import CountingOps, FaultyOps, KillingOps
-from tests.store.kit import ATTRIBUTES, contents, noise, packs, publish, series
+from tests.store.kit import ATTRIBUTES, contents, in_order, noise, packs, publish, series
 
 
 def test_nothing_to_do(store: Store) -> None:
@@ -74,15 +74,6 @@ def fill(store: Store) -> dict[str, dict[str, bytes]]:
     store.log.forget([("a", 1), ("dead", 1), ("half", 1)])
     del kept["a"]
     return kept
-
-
-def in_order(store: Store) -> None:
-    """Date the packs in the order of their snapshots: those of one tick of the clock have none, and what is stored anew
-    against what depends on it."""
-    versions = sorted(store.names().all_versions(), key=lambda version: version.sequence)
-    roots = [store.index.locate(version.root).pack for version in versions]
-    for seconds, pack in enumerate(dict.fromkeys([*packs(store) - set(roots), *roots])):
-        os.utime(store.path / "packs" / f"{pack}.pack", (seconds, seconds))
 
 
 def assert_whole(store: Store, kept: dict[str, dict[str, bytes]]) -> None:

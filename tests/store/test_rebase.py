@@ -19,7 +19,7 @@ from moonclipfs.store.gc import collect, preview
 from moonclipfs.store.packs import Location, pack_key
 from moonclipfs.store.store import Store
 from moonclipfs.types import ObjectId
-from tests.store.kit import contents, noise, packs, publish, series
+from tests.store.kit import contents, in_order, noise, packs, publish, series
 
 
 def tensor_of(store: Store, name: str, file: str = "m") -> ObjectId:
@@ -64,6 +64,7 @@ def test_a_base_that_only_the_dead_need_goes(store: Store, tmp_path: Path) -> No
         publish(store, name, {"m": data})
     base, newest = tensor_of(store, "a"), tensor_of(store, "d")
     assert place_of(store, newest).depth > 0
+    in_order(store)
     store.log.forget([("a", 1), ("b", 1)])
     expected = preview(store)
     report = collect(store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -232,7 +233,7 @@ def test_a_directory_that_cannot_be_written_to_can_be_read(tmp_path: Path) -> No
     for path in [place, *place.rglob("*")]:
         os.chmod(path, 0o755 if path.is_dir() else 0o644)
     for parent in place.parents:
-        if parent.stat().st_uid == os.getuid() and parent.is_relative_to(tmp_path.parents[1]):
+        if parent.stat().st_uid == os.getuid() and parent.is_relative_to(tempfile.gettempdir()):
             os.chmod(parent, 0o755)
     done = subprocess.run(
         [sys.executable, "-c", AS_NOBODY, place], capture_output=True, text=True, timeout=60, check=True
