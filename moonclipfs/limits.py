@@ -253,12 +253,30 @@ ENCODE_CACHE_BYTES = 64 * MIB
 """Decoded blocks that the encoder process keeps."""
 STAGING_PRESSURE_SHARE = 0.75
 """Of the staging limit: past it, encoding takes all cores, and files that are still open too."""
+OVERLAY_ENCODERS = 2
+"""Overlays of one process that are being encoded at once, each in a process of its own."""
+OVERLAY_ENCODER_LINGER_SECONDS = 2.0
+"""How long such a process stays when it has nothing to do."""
+OVERLAY_STAGED_BYTES = 256 * MIB
+"""An overlay encodes what it has staged when that is more, or when it is told to."""
+OVERLAYS_OPEN = 1024
+"""Overlays that one process has open at a time."""
 WIRE_BYTES = 1 * GIB
 """No message between a mount and its encoder process is longer."""
 
 # Leases
 LEASE_REFRESH_SECONDS = 0.5
 LEASE_SILENCE_SECONDS = 60.0
+
+# Paged experts
+EXPERT_THREADS = 64
+"""Threads that read experts ahead, at most."""
+EXPERT_QUEUE = 256
+"""Experts that are waiting to be read ahead or being read; more are not taken."""
+
+# Checkpoint manager
+SHARD_BYTES = 5 * 10**9
+"""A part of a snapshot with more bytes of tensors is split into several files."""
 
 # Reports
 PROVENANCE_COMMAND_CHARACTERS = 8 * KIB

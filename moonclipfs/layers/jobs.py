@@ -160,6 +160,19 @@ class Jobs:
                 if inode.content is not None and inode.links and not inode.writers:
                     self.closed(inode)
 
+    def give_back(self) -> None:
+        """Whoever had jobs is gone: their files wait to be taken again."""
+        with self._layer.lock:
+            for inode, job in list(self._taken.values()):
+                self._end(job)
+                if inode.content is not None and inode.links and not inode.writers:
+                    self.closed(inode)
+
+    def has_work(self) -> bool:
+        """Whether files wait to be encoded, or are being encoded."""
+        with self._layer.lock:
+            return bool(self._waiting or self._taken)
+
     def is_wanted(self, job: Job) -> bool:
         """Whether the file of a job is there still, and some of it as it was: not when it was written anew since."""
         with self._layer.lock:

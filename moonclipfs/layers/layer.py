@@ -31,7 +31,7 @@ from moonclipfs.layers.staging import Staging
 from moonclipfs.layers.stagingplace import note_place
 from moonclipfs.layers.wholes import apply_whole
 from moonclipfs.store.backend import FileOps
-from moonclipfs.store.layerdirs import LayerLock, make_layer
+from moonclipfs.store.layerdirs import LayerLock, find_layer, make_layer
 from moonclipfs.store.store import Store
 from moonclipfs.types import Kind, ObjectId
 
@@ -74,7 +74,8 @@ class Layer(Changes):
         PermissionDeniedError, BackendError.
         """
         ops = ops or FileOps()
-        directory, layer_id = make_layer(store, name)
+        is_there = fixed is not None and fixed.base is None
+        directory, layer_id = (find_layer if is_there else make_layer)(store, name)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint}
         lock = LayerLock.acquire(directory, holder)
         # An overlay relies on its journal alone, a live layer on the names that it shows too.

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError
@@ -18,7 +18,6 @@ from moonclipfs.store.store import Store
 from moonclipfs.types import Version
 
 if TYPE_CHECKING:
-    from moonclipfs.layers.encoder import Encoder
     from moonclipfs.layers.layer import Layer
 
 log = logging.getLogger(__name__)
@@ -49,10 +48,25 @@ def reclaim(store: Store, arguments: Mapping[str, Any]) -> dict[str, int]:
     return {"freed": max(0, report.freed_bytes), "waiting": report.waiting_bytes}
 
 
+class Worker(Protocol):
+    """What a reclaimer needs of an encoder."""
+
+    @property
+    def failures(self) -> int:
+        """How many files could not be encoded yet."""
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Staged bytes encoded so far."""
+
+    def call(self, op: str, **arguments: Any) -> Any:
+        """Run an operation that writes to the store."""
+
+
 class Reclaimer:
     """Decides what of a store is reclaimed when, for a layer at work. Thread-safe."""
 
-    def __init__(self, layer: Layer, encoder: Encoder, *, keep_deleted: float = limits.KEEP_DELETED_SECONDS) -> None:
+    def __init__(self, layer: Layer, encoder: Worker, *, keep_deleted: float = limits.KEEP_DELETED_SECONDS) -> None:
         """Removed versions are kept for `keep_deleted` seconds while the disk has room."""
         self._layer = layer
         self._encoder = encoder

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 OPERATIONS: Mapping[str, str] = {
     "publish": "moonclipfs.layers.publishing:publish",
     "reclaim": "moonclipfs.layers.reclaim:reclaim",
+    "capture": "moonclipfs.layers.committing:capture",
+    "commit": "moonclipfs.layers.committing:commit",
 }
 """What a mount may ask for by `Encoder.call`: module and function, called with the store and the arguments."""
 

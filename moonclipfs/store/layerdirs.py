@@ -73,6 +73,11 @@ def make_layer(store: Store, name: str) -> tuple[Path, bytes]:
     return Path(backend.path(f"{DIRECTORY}/{name}")), layer_id(backend.root, name)
 
 
+def find_layer(store: Store, name: str) -> tuple[Path, bytes]:
+    """The directory and the id of a layer that is there. Raises NotFoundError, CorruptError."""
+    return Path(store.path) / DIRECTORY / name, layer_id(store.path, name)
+
+
 def _make_directory(backend: LocalBackend, key: str, mode: int) -> None:
     path = backend.path(key)
     with os_errors(f"make the directory {path}"):

@@ -1,0 +1,270 @@
+"""An overlay at work: a layer over a fixed base, under a name, that can be committed, discarded and renamed.
+
+It costs what changed in it. At rest it has no process and no thread; whoever has many of them open (`overlays.py`)
+calls `tick` now and then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from moonclipfs import limits
+from moonclipfs.errors import BusyError, CorruptError, MoonclipError, NotFoundError, UsageError
+from moonclipfs.layers.base import Caches
+from moonclipfs.layers.basing import BaseOf, capture, held, record_of, store_frozen
+from moonclipfs.layers.freezing import freeze, thaw
+from moonclipfs.layers.layer import Fixed, Layer
+from moonclipfs.layers.overlayencoder import OverlayEncoder
+from moonclipfs.layers.reclaim import Reclaimer
+from moonclipfs.store.backend import FileOps
+from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
+from moonclipfs.store.layerdirs import layer_holder
+from moonclipfs.store.overlaydirs import (
+    OverlayInfo,
+    add_name,
+    check_overlay_name,
+    find_overlay,
+    naming,
+    new_layer_name,
+    remove_overlay,
+    rename_overlay,
+    require_free,
+)
+from moonclipfs.store.paths import check_path
+from moonclipfs.store.store import Store
+from moonclipfs.types import ObjectId, Version
+
+
+class Overlay:
+    """An overlay that this process holds. A context manager; thread-safe."""
+
+    def __init__(self, store: Store, info: OverlayInfo, layer: Layer, mountpoint: str) -> None:
+        """Use `create` or `open`."""
+        self.store = store
+        self.info = info
+        self.layer = layer
+        self.mountpoint = mountpoint
+        self.encoder = OverlayEncoder(layer)
+        self.make_room: Callable[[int], int] = Reclaimer(layer, self.encoder).make_room
+        """Frees space of the store's disk for so many bytes; returns how many. A mount has a better one."""
+        self._committing = threading.Lock()
+        self._synced_at = time.monotonic()
+        self._synced_counter = layer.counter
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        store: Store,
+        name: str,
+        base: BaseOf,
+        *,
+        quota: int | None = None,
+        ephemeral: bool = False,
+        dry_run: bool = False,
+        mountpoint: str = "",
+        owner: Mapping[str, object] | None = None,
+        caches: Caches | None = None,
+        ops: FileOps | None = None,
+    ) -> Overlay:
+        """Make an overlay on a base of a store that is open for writing, and open it; `base` is `held` meanwhile.
+
+        Takes no longer for a large base. Raises ExistsError, UsageError for a bad name, NoSpaceError,
+        PermissionDeniedError, BackendError; then nothing is there.
+        """
+        _require_writable(store)
+        check_overlay_name(name)
+        now_ns = time.time_ns()
+        path, number = (None, None) if base.version is None else (base.version.path, base.version.number)
+        info = OverlayInfo(
+            name, new_layer_name(), base.label, path, number, base.root, now_ns, quota, ephemeral, dry_run,
+            {**_ourselves(mountpoint), **(owner or {})},
+        )  # fmt: skip
+        with naming(store.backend):
+            require_free(store.path, name)
+            fixed = Fixed(record_of(base, info, now_ns), caches)
+            layer = Layer.open(store, info.layer, mountpoint=mountpoint, ops=ops, fixed=fixed)
+            try:
+                add_name(store.backend, info)
+            except BaseException:
+                layer.close()
+                raise
+        return cls(store, info, layer, mountpoint)
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        name: str,
+        *,
+        mountpoint: str = "",
+        caches: Caches | None = None,
+        ops: FileOps | None = None,
+    ) -> Overlay:
+        """Take an overlay of a store that is open for writing. Raises NotFoundError, BusyError, which names the holder,
+        CorruptError, NoSpaceError, PermissionDeniedError, BackendError.
+        """
+        _require_writable(store)
+        info = find_overlay(store.path, name)
+        try:
+            layer = Layer.open(store, info.layer, mountpoint=mountpoint, ops=ops, fixed=Fixed(caches=caches))
+        except BusyError:
+            raise BusyError(_busy(store, info)) from None
+        except NotFoundError:
+            find_overlay(store.path, name)  # discarded meanwhile?
+            raise CorruptError(f"overlay {name}: its directory layers/{info.layer} is gone: restore it") from None
+        try:
+            if find_overlay(store.path, name).layer != info.layer:
+                raise NotFoundError(f"no overlay {name} in {store.path}")
+        except BaseException:
+            layer.close()
+            raise
+        return cls(store, info, layer, mountpoint)
+
+    def __enter__(self) -> Overlay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """What it is called now."""
+        return self.info.name
+
+    @property
+    def base_root(self) -> ObjectId:
+        """The directory object that it stands on."""
+        based = self.layer.state.based
+        assert based is not None
+        return based.base
+
+    def close(self) -> None:
+        """Let go of it, as it is. What is staged stays so, durably. Harmless when done before. Raises NoSpaceError,
+        BackendError when it is not all durable; it is closed all the same.
+        """
+        if not self._closed:
+            self._closed = True
+            try:
+                self.layer.sync_all()
+            finally:
+                self.layer.close()
+
+    # What it shows, stored
+
+    def flush(self) -> None:
+        """Return when everything written so far is encoded and durable. Raises what kept some of it from that."""
+        self.layer.sync_all()
+        self.encoder.drain()
+        self.layer.sync_all()
+
+    def current_root(self) -> ObjectId:
+        """Store what it shows at this moment, without a name; returns the directory object.
+
+        Whoever uses that keeps it from gc by `basing.held`, from before this call on.
+        """
+        with self._committing, held(self.store), self.encoder.running() as encoder:
+            root, _ = capture(self.layer, encoder, self.layer.root)
+        self.layer.sync_all()
+        return root
+
+    def as_base(self) -> BaseOf:
+        """What it shows at this moment, as the base of another overlay; `held` until that is made."""
+        with self._committing, held(self.store), self.encoder.running() as encoder:
+            root, entry = capture(self.layer, encoder, self.layer.root)
+        self.layer.sync_all()
+        return BaseOf(f"overlay {self.name}", root, entry.attributes)
+
+    def commit(
+        self, name: str | None = None, *, metadata: Mapping[str, object] | None = None, allow: bool = False
+    ) -> Version:
+        """Make what it shows at this moment the next version of a snapshot, by default one of its own name, and return
+        that; the newest version when it is the same. The overlay goes on as it was.
+
+        A dry run is committed with `allow` only. Raises UsageError, and what keeps files from being stored: then
+        nothing was committed.
+        """
+        if self.info.dry_run and not allow:
+            raise UsageError(f"{self.name} is a dry run: it is committed only if that was asked for with --commit")
+        path = check_path((name or self.name).strip("/"))
+        fields = {"automatic": False, "overlay": self.name, "base": self.info.base, **(metadata or {})}
+        layer = self.layer
+        with self._committing, held(self.store), self.encoder.running() as encoder:
+            frozen = freeze(layer, layer.files, layer.root)
+            try:
+                answer = store_frozen(
+                    layer, encoder, frozen, "commit", path=os.fsencode(path), metadata=json.dumps(fields)
+                )
+            finally:
+                thaw(layer, layer.files, frozen)
+            layer.sync_all()
+            found = [one for one in self.store.names().versions(path) if one.sequence == answer["sequence"]]
+        if not found:
+            raise NotFoundError(f"{path} was committed, and another process has forgotten that version since")
+        return found[0]
+
+    # Its life
+
+    def discard(self) -> None:
+        """Throw it away, with all that was not committed. Raises PermissionDeniedError, BackendError."""
+        self._closed = True
+        remove_overlay(self.store.backend, self.name)
+        self.layer.close()
+
+    def rename(self, new: str) -> None:
+        """Call it otherwise. Raises ExistsError, UsageError."""
+        self.info = replace(rename_overlay(self.store.backend, self.name, new), name=new)
+
+    def tick(self, now: float) -> bool:
+        """Make durable what was closed, now and then, by the monotonic clock; returns whether staged bytes are to be
+        encoded (`relieve`). Cheap when nothing changed. Raises NoSpaceError, BackendError.
+        """
+        if now - self._synced_at >= limits.SYNC_SECONDS and self.layer.counter != self._synced_counter:
+            self._synced_at, self._synced_counter = now, self.layer.counter
+            self.layer.sync_all()
+        return self.encoder.wanted or self.encoder.is_pressed()
+
+    def relieve(self, stopping: threading.Event) -> None:
+        """Encode what is staged in the background. Raises what keeps some of it from that."""
+        self.encoder.relieve(stopping)
+
+    def status(self) -> dict[str, Any]:
+        """What it is, what is staged and failed: JSON values."""
+        info = self.info
+        return {
+            "name": info.name,
+            "base": info.base,
+            "store": os.fspath(self.store.path),
+            "created_ns": info.created_ns,
+            "quota": info.quota,
+            "ephemeral": info.ephemeral,
+            "dry_run": info.dry_run,
+            **self.layer.staged(),
+            "encoder": self.encoder.status(),
+        }
+
+
+def _require_writable(store: Store) -> None:
+    if not store.write:
+        raise UsageError(f"{store.path} is open for reading only: an overlay keeps its state there")
+
+
+def _ourselves(mountpoint: str) -> dict[str, object]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint}
+
+
+def _busy(store: Store, info: OverlayInfo) -> str:
+    try:
+        holder = layer_holder(store.path / LAYERS / info.layer) or {}
+    except MoonclipError:
+        holder = {}
+    where = f", mounted at {holder['mountpoint']}" if holder.get("mountpoint") else ""
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{where}"
+    return f"overlay {info.name} is in use by {who}: work with it there, or end that first"
