@@ -25,6 +25,7 @@ FORBIDDEN = {
     "store": {"pyfuse3", "trio", "torch", "pickle"},
     "layers": {"pyfuse3", "trio", "torch", "errno"},
     "fuse": {"torch", "sqlite3"},
+    "torch": {"pyfuse3", "trio"},
     "cli": {"torch"},
     "api": {"pyfuse3", "trio"},
 }
