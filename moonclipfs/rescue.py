@@ -414,12 +414,14 @@ class Place(NamedTuple):
 class Store:
     """The objects and names of a store's directory."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, base: Path | None = None) -> None:
+        """`base` is where the base store of a private one lies by now."""
         self.root = root
         self.places: dict[bytes, list[Place]] = {}
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
         self._cached = 0
-        for pack in sorted((root / "packs").glob("*.pack")):
+        packs = [pack for store in _with_bases(root, base) for pack in sorted((store / "packs").glob("*.pack"))]
+        for pack in packs:
             for entry in _entries(pack):
                 identity, base, _, _, offset, length, raw_length, _, kind, _, _, _, _ = ENTRY.unpack(entry)
                 self.places.setdefault(identity, []).append(Place(pack, offset, length, raw_length, base, kind))
@@ -508,6 +510,29 @@ class Store:
                         raise Damaged(f"recipe {recipe.hex()} reaches past an object")
                     file.write(memoryview(whole)[offset : offset + length])
             file.truncate(size)
+
+
+def _with_bases(root: Path, base: Path | None) -> list[Path]:
+    """A store, and the base stores behind it when it is a private one; what it needs of one that is gone is missing."""
+    found = [root]
+    while (named := _config(found[-1]).get("alternate")) is not None:
+        place = base if base is not None and len(found) == 1 else Path(str(named["path"]))
+        there = _config(place).get("store_id")
+        if there != named["store_id"]:
+            warn(f"{found[-1]} needs the store {named['store_id']}, and {place} is {there or 'none'}: see --base")
+        if place in found or there != named["store_id"]:
+            break
+        found.append(place)
+    return found
+
+
+def _config(root: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads((root / "config.json").read_bytes())
+        named = fields.get("alternate")
+        return fields if named is None or {"path", "store_id"} <= named.keys() else {}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def _entries(pack: Path) -> list[bytes]:
@@ -649,11 +674,12 @@ def main() -> int:
     parser.add_argument("store", type=Path)
     parser.add_argument("target", type=Path, nargs="?")
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--base", type=Path, help="where the base store of a private store is by now")
     arguments = parser.parse_args()
     if not (arguments.store / "packs").is_dir():
         warn(f"{arguments.store} is no store: it has no packs/")
         return 3
-    store = Store(arguments.store)
+    store = Store(arguments.store, arguments.base)
     versions = store.versions()
     if missing := [name for name in arguments.names if name not in versions]:
         warn(f"no snapshot {missing[0]!r}")

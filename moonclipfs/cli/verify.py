@@ -33,7 +33,7 @@ def command(store: str | None, quick: bool, contents: bool, as_json: bool) -> in
       moonclipfs verify --quick --contents /data/store
 
     \b
-    JSON: ok, quick, versions, packs, objects, object_bytes,
+    JSON: ok, quick, versions, packs, objects, object_bytes, base, base_objects,
           problems: a list of {kind (log pack object missing chain tree index contents),
                                where, message, affected: [NAME@N/PATH], repaired}
     """
@@ -59,6 +59,12 @@ def _print(report: VerifyReport) -> None:
     found = f"{len(report.problems)} problems" if report.problems else "no problem"
     objects = f"{report.objects} objects" + ("" if report.quick else f" of {human(report.object_bytes)}")
     click.echo(f"{report.versions} versions, {report.packs} packs; {objects} {looked}: {found}")
+    if report.base:
+        base = printable(report.base)
+        click.echo(
+            f"{report.base_objects} more objects are in the base store {base}, and were only looked for: "
+            f"`moonclipfs verify {base}` decodes them"
+        )
 
 
 def _print_problem(problem: Problem) -> None:

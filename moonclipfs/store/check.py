@@ -75,7 +75,10 @@ def _verify(store: Store, quick: bool, contents: bool, progress: Callable[[int, 
     if contents:
         problems += _check_contents(store, versions)
     encoded = 0 if quick else int(table.entries["encoded_length"].sum())
-    return VerifyReport(quick, len(versions), len(table.names), len(table.entries), encoded, problems)
+    report = VerifyReport(quick, len(versions), len(table.names), len(table.entries), encoded, problems=problems)
+    if store.base is not None:
+        report.base, report.base_objects = str(store.base.path), len(table.elsewhere(trees.needed))
+    return report
 
 
 def _read_layer(store: Store, layer: str, tops: list[Top]) -> Iterator[Problem]:

@@ -41,7 +41,8 @@ class ObjectCheck:
         self.problems: list[Problem] = []
         closure = table.closure(needed, table.choose(np.zeros(len(table.names), np.bool_)))
         for object_id in closure.missing:
-            missing = self._report(ProblemKind.MISSING, f"object {object_id.hex()}", "it is in no pack")
+            nor = f", nor in the base store {store.base.path}" if store.base is not None else ""
+            missing = self._report(ProblemKind.MISSING, f"object {object_id.hex()}", f"it is in no pack{nor}")
             self.broken[object_id] = missing
         bases = table.bases(np.flatnonzero(closure.live))
         for object_id in closure.unresolved:

@@ -124,9 +124,17 @@ class PairedIndex(Index):
         try:
             return super().locate(object_id)
         except MissingObjectError as error:
-            raise MissingObjectError(
-                f"{error}, nor in {self._name}, which nothing here keeps from deleting it: {lost}"
-            ) from lost
+            raise MissingObjectError(f"{error}, {self._why_not(lost)}") from lost
+
+    def _why_not(self, lost: MoonclipError) -> str:
+        """What to say of an object that is not in the base store."""
+        try:
+            self._keep_up()
+        except MissingObjectError as gone:
+            return str(gone)
+        if isinstance(lost, MissingObjectError):
+            return f"nor in {self._name}, which nothing here keeps from deleting what is in it"
+        return f"and {self._name} cannot be read: {lost}"
 
     def copies(self, object_id: ObjectId) -> list[Location]:
         """See `Index.copies`."""

@@ -36,13 +36,19 @@ class Problem:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What was looked at, and every problem. `object_bytes` are encoded bytes; in a quick run none were read."""
+    """What was looked at, and every problem. `object_bytes` are encoded bytes; in a quick run none were read.
+
+    `base` is where the base store of a private one lies, and `base_objects` how many of its objects are needed and
+    there: they were looked for, and of these only directories and recipes read.
+    """
 
     quick: bool = False
     versions: int = 0
     packs: int = 0
     objects: int = 0
     object_bytes: int = 0
+    base: str = ""
+    base_objects: int = 0
     problems: list[Problem] = field(default_factory=list)
 
     @property

@@ -293,6 +293,11 @@ class PackTable:
         unresolved = _to_ids(self._ids[live & ~choice.resolved])
         return Closure(rows_live, sorted(missing), unresolved)
 
+    def elsewhere(self, ids: Iterable[ObjectId]) -> set[ObjectId]:
+        """Those of `ids` that no pack here holds, and a base store does."""
+        wanted = np.frombuffer(b"".join(ids), _ID)
+        return set(_to_ids(wanted[self._are_elsewhere(wanted, self._lookup(wanted) < 0)]))
+
     def depths_elsewhere(self, rows: Rows) -> Rows:
         """For each of `rows` whose base a base store holds the links behind it, as noted when it was stored; else 0."""
         return np.where(self._base[rows] == _ELSEWHERE, self.entries["depth"][rows], 0).astype(np.int64)

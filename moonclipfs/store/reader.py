@@ -192,7 +192,7 @@ class ObjectReader:
             try:
                 links.append(self._link(base))
             except MissingObjectError as error:
-                raise MissingObjectError(f"{links[-1].location}: its base {base.hex()} is in no pack") from error
+                raise MissingObjectError(f"{links[-1].location}: its base, {error}") from error
         return tuple(links)
 
     def _mending(self, action: Callable[[], T]) -> T:

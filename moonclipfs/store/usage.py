@@ -174,11 +174,8 @@ def stats(store: Store) -> StoreStats:
     found.dead = int(waste.dead.sum())
     found.overhead = found.pack_bytes - int(table.stored.sum())
     used = _count_files(store, list(names.all_versions()), found)
-    here = {table.entries["id"][row].tobytes() for row in waste.needed.nonzero()[0]}
-    for object_id in store.index.elsewhere(used.keys() - here):
+    for object_id in table.elsewhere(used):
         found.in_base.add(used.pop(object_id), 0)
-    if missing := used.keys() - here:
-        raise CorruptError(f"object {min(missing).hex()} is in no pack: run `moonclipfs verify`")
     _count_objects(table, waste.needed.nonzero()[0].tolist(), used, set(survey.only_layers.ids()), found)
     return found
 
@@ -212,6 +209,9 @@ def _count_files(store: Store, versions: Sequence[Version], found: StoreStats) -
 def _count_objects(
     table: PackTable, rows: Sequence[int], used: dict[ObjectId, int], layers: set[ObjectId], found: StoreStats
 ) -> None:
+    missing = used.keys() - {table.entries["id"][row].tobytes() for row in rows}
+    if missing:
+        raise CorruptError(f"object {min(missing).hex()} is in no pack: run `moonclipfs verify`")
     for row in rows:
         location, stored = table.location(row), int(table.stored[row])
         if location.object_id in layers:
