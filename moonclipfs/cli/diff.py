@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,7 +15,7 @@ from moonclipfs.cli.output import emit_json, printable, table
 from moonclipfs.cli.progress import count_bar
 from moonclipfs.cli.target import complete_target, default_store, opened, same_path
 from moonclipfs.errors import UsageError
-from moonclipfs.store.compare import Change, DiffReport, FileDiff, TensorDiff, TensorPlace, diff
+from moonclipfs.store.compare import Change, DiffReport, FileDiff, diff, tensor_json
 from moonclipfs.store.sides import Side, path_side, store_side
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import is_unsealed, locate, parse_target, stored_at
@@ -75,7 +76,8 @@ def _side(text: str, stack: ExitStack, stores: list[Store]) -> Side:
 
 
 def _print(report: DiffReport, show_all: bool) -> None:
-    table(_tensor_row(found) for found in report.tensors if show_all or found.change is not Change.UNCHANGED)
+    told = [found for found in report.tensors if show_all or found.change is not Change.UNCHANGED]
+    table(tensor_row(tensor_json(found)) for found in told)
     for file in report.files:
         if show_all or _worth_telling(file):
             click.echo(f"{file.change}  file {printable(file.path)}")
@@ -90,26 +92,23 @@ def _worth_telling(file: FileDiff) -> bool:
     return file.change is Change.CHANGED or (file.change is not Change.UNCHANGED and not file.has_tensors)
 
 
-def _tensor_row(found: TensorDiff) -> tuple[str, ...]:
-    sides = [_words(place.tensor.dtype_name or place.tensor.dtype.name, place.tensor.shape) for place in _places(found)]
+def tensor_row(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of a table for a tensor as `compare.tensor_json` tells it."""
+    sides = [_words(place["dtype"], place["shape"]) for place in (found["left"], found["right"]) if place is not None]
     kind = " -> ".join(dict.fromkeys(sides))
-    values = found.values
-    if values is None or not values.changed:
-        return str(found.change), printable(found.name), kind, printable(found.note)
-    text = f"{100 * values.share:.3g}% of elements"
-    if values.max_abs is not None and values.mean_abs is not None and values.norm is not None:
-        text += f", max {values.max_abs:.3g}, mean {values.mean_abs:.3g}, norm {values.norm:.3g}"
-    if values.not_finite:
-        text += f", {values.not_finite} not finite"
-    return str(found.change), printable(found.name), kind, text
+    values = found["values"]
+    if values is None or not values["changed"]:
+        return found["change"], printable(found["name"]), kind, printable(found["note"])
+    text = f"{100 * values['share']:.3g}% of elements"
+    if values["norm"] is not None:
+        text += f", max {values['max_abs']:.3g}, mean {values['mean_abs']:.3g}, norm {values['norm']:.3g}"
+    if values["not_finite"]:
+        text += f", {values['not_finite']} not finite"
+    return found["change"], printable(found["name"]), kind, text
 
 
-def _words(dtype: str, shape: tuple[int, ...]) -> str:
+def _words(dtype: str, shape: Sequence[int]) -> str:
     return f"{printable(dtype)} {'x'.join(map(str, shape)) or 'scalar'}"
-
-
-def _places(found: TensorDiff) -> list[TensorPlace]:
-    return [place for place in (found.left, found.right) if place is not None]
 
 
 def _json(report: DiffReport, show_all: bool) -> dict[str, object]:
@@ -118,26 +117,6 @@ def _json(report: DiffReport, show_all: bool) -> dict[str, object]:
     return {
         "different": report.different,
         "violations": list(report.violations),
-        "tensors": [_tensor_json(found) for found in tensors],
+        "tensors": [tensor_json(found) for found in tensors],
         "files": [{"path": os.fsdecode(file.path), "change": str(file.change)} for file in files],
     }
-
-
-def _tensor_json(found: TensorDiff) -> dict[str, object]:
-    values = found.values
-    return {
-        "name": found.name,
-        "change": str(found.change),
-        "left": _place_json(found.left),
-        "right": _place_json(found.right),
-        "values": None if values is None else {**asdict(values), "share": values.share},
-        "note": found.note,
-    }
-
-
-def _place_json(place: TensorPlace | None) -> dict[str, object] | None:
-    if place is None:
-        return None
-    tensor = place.tensor
-    word = tensor.dtype_name or tensor.dtype.name
-    return {"path": os.fsdecode(place.path), "dtype": word, "shape": list(tensor.shape)}

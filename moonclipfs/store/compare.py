@@ -8,10 +8,11 @@ take from the same object are known to be equal and never read.
 from __future__ import annotations
 
 import enum
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 
 from moonclipfs import limits
@@ -258,3 +259,24 @@ def _violations(tensors: Sequence[TensorDiff], globs: Sequence[str]) -> Iterator
 
 
 _WORDS = {Change.DTYPE: "of another dtype", Change.SHAPE: "of another shape"}
+
+
+def tensor_json(found: TensorDiff) -> dict[str, object]:
+    """JSON values: name, change, left and right {path, dtype, shape} or None, note, values or None."""
+    values = found.values
+    return {
+        "name": found.name,
+        "change": str(found.change),
+        "left": _place_json(found.left),
+        "right": _place_json(found.right),
+        "values": None if values is None else {**asdict(values), "share": values.share},
+        "note": found.note,
+    }
+
+
+def _place_json(place: TensorPlace | None) -> dict[str, object] | None:
+    if place is None:
+        return None
+    tensor = place.tensor
+    word = tensor.dtype_name or tensor.dtype.name
+    return {"path": os.fsdecode(place.path), "dtype": word, "shape": list(tensor.shape)}

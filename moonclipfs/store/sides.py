@@ -56,18 +56,19 @@ def store_side(store: Store, version: Version, path: bytes = b"") -> Side:
     """A snapshot, or a directory or file inside it. Raises NotFoundError for a path that is not there."""
     entry = store.lookup(version, path)
     if entry.type is not EntryType.DIRECTORY:
-        return Side({entry.name: _stored(store, entry)}, single=True)
+        return Side({entry.name: entry_side(store, entry)}, single=True)
     below = path + b"/" if path else b""
     return Side(
         {
-            found[len(below) :]: _stored(store, inner)
+            found[len(below) :]: entry_side(store, inner)
             for found, inner in store.walk(version)
             if inner.type is not EntryType.DIRECTORY and found.startswith(below)
         }
     )
 
 
-def _stored(store: Store, entry: Entry) -> SideFile:
+def entry_side(store: Store, entry: Entry) -> SideFile:
+    """What is no directory in a snapshot."""
     if entry.type is not EntryType.FILE:
         return SideFile(entry.type, _no_bytes, target=entry.target)
     return SideFile(

@@ -1,0 +1,220 @@
+"""What a layer over a fixed base changed: names, attributes, and by how much each tensor."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moonclipfs.layers.encoder import Encoder
+from moonclipfs.layers.layer import Fixed, Layer
+from moonclipfs.layers.layerpath import LayerPath
+from moonclipfs.layers.overlaydiff import LayerDiff, layer_diff
+from moonclipfs.layers.records import Based
+from moonclipfs.store.store import Store
+from moonclipfs.types import NO_ID, ObjectId, Version
+from tests.cli.conftest import safetensors
+from tests.layers.publish import MTIME, File, publish
+
+
+class Holder:
+    """A layer over a fixed base, and nothing that works behind it."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.encoder = Encoder(layer, layer.store.path)
+
+    def make_room(self, length: int, /) -> int:
+        return 0
+
+
+Over = Callable[[ObjectId], LayerPath]
+
+
+@pytest.fixture
+def over(store: Store) -> Iterator[Over]:
+    """The root of a layer over a directory object."""
+    made: list[Layer] = []
+
+    def call(base: ObjectId) -> LayerPath:
+        based = Based(base, 0o750, os.geteuid(), os.getegid(), MTIME, MTIME, (), b"anchor", b"{}")
+        made.append(Layer.open(store, f"overlay.{len(made):016x}", fixed=Fixed(based)))
+        return LayerPath(Holder(made[-1]))
+
+    yield call
+    for layer in made:
+        layer.close()
+
+
+@pytest.fixture
+def base(store: Store) -> Version:
+    """A model of two tensors in a directory beside other files."""
+    return publish(
+        store,
+        "model",
+        {
+            "model.safetensors": safetensors(tensors()),
+            "config.json": b"{}\n",
+            "link": "config.json",
+            "notes": {"a.txt": b"a", "deep": {"b.txt": b"b"}},
+            "script": File(b"#!/bin/sh\n", mode=0o755, xattrs={b"user.x": b"1"}),
+        },
+    )
+
+
+def tensors() -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    return {"frozen": rng.normal(size=(300, 100)).astype("f4"), "head": rng.normal(size=(300, 100)).astype("f4")}
+
+
+def difference(root: LayerPath, base: ObjectId) -> LayerDiff:
+    return layer_diff(root._holder.layer, base)
+
+
+def told(found: LayerDiff) -> dict[str, str]:
+    return {os.fsdecode(one.path): " ".join([one.change, *one.attributes]) for one in found.paths}
+
+
+def test_nothing_was_changed(over: Over, base: Version) -> None:
+    found = difference(over(base.root), base.root)
+    assert (told(found), found.different, found.report.tensors) == ({}, False, ())
+    assert found.as_json() == {"different": False, "files": [], "tensors": []}
+
+
+def test_names_that_came_and_went(over: Over, base: Version) -> None:
+    root = over(base.root)
+    (root / "config.json").unlink()
+    (root / "new").write_bytes(b"new")
+    (root / "made").mkdir()
+    (root / "made" / "inside").write_bytes(b"i")
+    (root / "notes" / "deep" / "b.txt").unlink()
+    (root / "notes" / "deep").rmdir()
+    (root / "link").unlink()
+    (root / "link").symlink_to("elsewhere")
+    (root / "script").unlink()
+    (root / "script").mkdir()
+    found = difference(root, base.root)
+    assert [one.change for one in found.paths if one.path == b"script"] == ["removed", "added"]  # a file, a directory
+    assert told(found) == {
+        "config.json": "removed",
+        "link": "changed mode",
+        "made": "added",
+        "made/inside": "added",
+        "new": "added",
+        "notes/deep": "removed",
+        "notes/deep/b.txt": "removed",
+        "script": "added",
+    }
+
+
+def test_a_directory_removed_and_made_again_is_compared_name_by_name(over: Over, base: Version) -> None:
+    root = over(base.root)
+    (root / "notes" / "deep" / "b.txt").unlink()
+    (root / "notes" / "deep").rmdir()
+    (root / "notes" / "a.txt").unlink()
+    (root / "notes").rmdir()
+    (root / "notes").mkdir()
+    (root / "notes" / "a.txt").write_bytes(b"a")
+    found = told(difference(root, base.root))
+    assert {path: change for path, change in found.items() if change == "removed"} == {
+        "notes/deep": "removed",
+        "notes/deep/b.txt": "removed",
+    }
+    assert "changed" not in found.get("notes/a.txt", "")
+
+
+def test_attributes_and_times(over: Over, base: Version) -> None:
+    root = over(base.root)
+    layer = root._holder.layer
+    (root / "script").chmod(0o700)
+    layer.set_attributes(layer.resolve(b"notes/a.txt"), now_ns=time.time_ns(), uid=7)
+    layer.set_xattr(layer.resolve(b"script"), b"user.y", b"2", time.time_ns())
+    (root / "config.json").touch()
+    (root / "notes").chmod(0o700)
+    assert told(difference(root, base.root)) == {
+        "config.json": "attributes times",
+        "notes": "attributes mode",
+        "notes/a.txt": "attributes owner",
+        "script": "attributes mode xattrs",
+    }
+
+
+def test_a_tensor_that_changed_is_measured(over: Over, base: Version) -> None:
+    """Of 30,000 elements 10 changed by 0.5: while they are staged, and after they were encoded."""
+    root = over(base.root)
+    changed = tensors()
+    changed["head"][7, :10] += np.float32(0.5)
+    offset = safetensors(changed).index(changed["head"].tobytes())
+    with (root / "model.safetensors").open("r+b") as file:
+        file.seek(offset + 7 * 400)
+        file.write(changed["head"][7, :10].tobytes())
+    expected = np.abs(changed["head"].astype("f8") - tensors()["head"].astype("f8"))
+    encoder = root._holder.encoder
+    for is_staged in (True, False):
+        found = difference(root, base.root).as_json()
+        assert found["files"] == [{"path": "model.safetensors", "type": "file", "change": "changed", "attributes": []}]
+        (tensor,) = found["tensors"]
+        assert (tensor["name"], tensor["change"]) == ("head", "changed")
+        values = tensor["values"]
+        assert (values["elements"], values["changed"]) == (30_000, 10)
+        assert values["share"] == pytest.approx(10 / 30_000)
+        assert values["max_abs"] == pytest.approx(expected.max())
+        assert values["mean_abs"] == pytest.approx(expected.mean())
+        assert values["norm"] == pytest.approx(np.sqrt((expected**2).sum()))
+        if is_staged:
+            encoder.start()
+            encoder.drain()
+            encoder.stop()
+
+
+def test_tensors_of_a_file_that_was_renamed_are_the_same(over: Over, base: Version) -> None:
+    root = over(base.root)
+    (root / "model.safetensors").rename(root / "renamed.safetensors")
+    found = difference(root, base.root)
+    assert told(found) == {"model.safetensors": "removed", "renamed.safetensors": "added"}
+    assert {one.name: str(one.change) for one in found.report.tensors} == {"frozen": "unchanged", "head": "unchanged"}
+    assert found.as_json()["tensors"] == []
+
+
+def test_the_same_bytes_written_again_are_no_change(over: Over, base: Version) -> None:
+    root = over(base.root)
+    with (root / "model.safetensors").open("r+b") as file:
+        file.write(safetensors(tensors())[:5000])
+    (root / "config.json").write_bytes(b"{}\n")
+    assert told(difference(root, base.root)) == {
+        "config.json": "attributes times",
+        "model.safetensors": "attributes times",
+    }
+
+
+def test_what_was_cut_off_or_grew(over: Over, base: Version) -> None:
+    root = over(base.root)
+    with (root / "notes" / "a.txt").open("r+b") as file:
+        file.truncate(0)
+    with (root / "config.json").open("r+b") as file:
+        file.truncate(10_000)
+    assert told(difference(root, base.root)) == {"notes/a.txt": "changed", "config.json": "changed"}
+
+
+def test_over_nothing_all_is_added(over: Over) -> None:
+    root = over(NO_ID)
+    (root / "model.safetensors").write_bytes(safetensors(tensors()))
+    found = difference(root, NO_ID)
+    assert told(found) == {"model.safetensors": "added"}
+    assert {one.name: str(one.change) for one in found.report.tensors} == {"frozen": "added", "head": "added"}
+
+
+def test_what_is_not_changed_is_not_looked_at(over: Over, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file in one of 200 directories was changed: no other directory is loaded."""
+    version = publish(store, "wide", {f"d{n:03}": {"f": b"%d" % n} for n in range(200)})
+    root = over(version.root)
+    (root / "d007" / "f").write_bytes(b"changed")
+    loads: list[ObjectId] = []
+    load = Store.directory
+    monkeypatch.setattr(Store, "directory", lambda self, object_id: loads.append(object_id) or load(self, object_id))
+    assert told(difference(root, version.root)) == {"d007/f": "changed"}
+    assert len(loads) <= 4
