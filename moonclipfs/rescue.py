@@ -423,8 +423,8 @@ class Store:
         packs = [pack for store in _with_bases(root, base) for pack in sorted((store / "packs").glob("*.pack"))]
         for pack in packs:
             for entry in _entries(pack):
-                identity, base, _, _, offset, length, raw_length, _, kind, _, _, _, _ = ENTRY.unpack(entry)
-                self.places.setdefault(identity, []).append(Place(pack, offset, length, raw_length, base, kind))
+                identity, behind, _, _, offset, length, raw_length, _, kind, _, _, _, _ = ENTRY.unpack(entry)
+                self.places.setdefault(identity, []).append(Place(pack, offset, length, raw_length, behind, kind))
 
     def object(self, identity: bytes, depth: int = 0) -> bytes:
         """The bytes of an object, checked against its id. Raises Damaged."""

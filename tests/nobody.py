@@ -30,8 +30,8 @@ class Nobody:
                 os.chown(path, self._uid, -1, follow_symlinks=False)
             yield root / "copy"
         finally:
-            for path, _, _ in os.walk(root, onerror=None):
-                os.chmod(path, 0o700)
+            for directory, _, _ in os.walk(root, onerror=None):
+                os.chmod(directory, 0o700)
             shutil.rmtree(root)
 
     def run(self, action: Callable[[], None]) -> None:
