@@ -20,12 +20,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moonclipfs.api import Snapshot, StoreReader, TensorInfo, flush, open, seal, status
     from moonclipfs.errors import MoonclipError
+    from moonclipfs.torch.manager import CheckpointManager
 
 __version__ = "0.2.0"
 
-__all__ = ["MoonclipError", "Snapshot", "StoreReader", "TensorInfo", "__version__", "flush", "open", "seal", "status"]
+__all__ = [
+    "CheckpointManager",
+    "MoonclipError",
+    "Snapshot",
+    "StoreReader",
+    "TensorInfo",
+    "__version__",
+    "flush",
+    "open",
+    "seal",
+    "status",
+]
 
 _HOMES = {
+    "CheckpointManager": "moonclipfs.torch.manager",
     "MoonclipError": "moonclipfs.errors",
     "Snapshot": "moonclipfs.api",
     "StoreReader": "moonclipfs.api",

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 
 from moonclipfs import limits
@@ -77,7 +77,8 @@ class Intake:
         """Has a thread for each core that this process may use, as far as the memory is enough: see `use_pool`."""
         self._sink = sink
         self._rules = rules
-        self._own_pool = self._pool = ThreadPoolExecutor(worker_count(), "ingest")
+        self._own_pool = ThreadPoolExecutor(worker_count(), "ingest")
+        self._pool: Executor = self._own_pool
         self._lock = threading.Lock()
         self._flights: dict[ObjectId, Future[Location]] = {}
         self.stats = IngestStats()
@@ -86,7 +87,7 @@ class Intake:
         """Stop the workers."""
         self._own_pool.shutdown(cancel_futures=True)
 
-    def use_pool(self, pool: ThreadPoolExecutor) -> None:
+    def use_pool(self, pool: Executor) -> None:
         """Let the threads of `pool`, which stays the caller's, do what is begun from here on. Thread-safe."""
         self._pool = pool
 

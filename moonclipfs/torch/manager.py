@@ -1,0 +1,403 @@
+"""The checkpoint manager: save and resume from a training loop, in three lines.
+
+    manager = moonclipfs.CheckpointManager("/data/store", "run1")
+    start = manager.resume(model=model, optimizer=optimizer)
+    for step in range(start, steps):
+        ...
+        manager.save(step, model=model, optimizer=optimizer)
+
+Each save is a snapshot `run1/step-000500` of safetensors files and a `state.json`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from moonclipfs import limits
+from moonclipfs.errors import CorruptError, NotFoundError, UsageError
+from moonclipfs.store import pins
+from moonclipfs.store.forget import retain
+from moonclipfs.store.paths import check_path
+from moonclipfs.store.retention import Rules, metric_of, step_of
+from moonclipfs.torch import parts, runs, saving
+from moonclipfs.torch.background import Background
+from moonclipfs.torch.loading import Loading
+from moonclipfs.torch.place import Place
+from moonclipfs.torch.reading import read_all
+from moonclipfs.torch.saved import Saved
+from moonclipfs.torch.staging import HostBuffers
+from moonclipfs.torch.workers import Workers, thread_count
+from moonclipfs.types import Version
+
+log = logging.getLogger(__name__)
+
+StateSource = Any
+"""An object with `state_dict()` and `load_state_dict()`, or a dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load found: `state` has the state dict of each part that was not read straight into an object."""
+
+    id: str
+    step: int
+    metadata: Mapping[str, Any]
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def extra(self) -> Any:
+        """What was given as `extra`, None if nothing was."""
+        return self.state.get("extra")
+
+
+class CheckpointManager:
+    """Saves the state of a training run into a store, and loads it again. A context manager; one thread uses it."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        name: str = "run",
+        *,
+        retention: Rules | None = None,
+        save_dtype: str | Mapping[str, str] | None = None,
+        async_save: bool = True,
+        allow_pickle: bool = False,
+        max_shard_bytes: int = limits.SHARD_BYTES,
+    ) -> None:
+        """Saves go to `name/step-000500` of a store, which the first save makes where there is none.
+
+        `retention` says which snapshots of the run stay, after each save; by default all do. `async_save` encodes in
+        the background. `allow_pickle` keeps, and loads, values that nothing but a pickle can hold. A part of more than
+        `max_shard_bytes` is split into several files. Raises UsageError, FormatVersionError for a directory that is no
+        store, NotFoundError where none can be made, PermissionDeniedError.
+        """
+        self.name = check_path(name)
+        self._rules = None if retention is None else replace(retention, names=(name,))
+        self._async = async_save
+        self._allow_pickle = allow_pickle
+        self._most_bytes = max_shard_bytes
+        self._place = Place(store)
+        self._workers = Workers(thread_count())
+        self._background = Background()
+        self._buffers = HostBuffers()
+        self._published: saving.Published | None = None
+        self._pid = os.getpid()
+
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        model: StateSource | None = None,
+        optimizer: StateSource | None = None,
+        scheduler: StateSource | None = None,
+        scaler: StateSource | None = None,
+        extra: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        extra_files: Mapping[str, str | bytes | os.PathLike[str]] | None = None,
+    ) -> str:
+        """Save what is given; returns the snapshot's name. What changes after this returns is not in it.
+
+        `extra_files` are kept beside it, by name: bytes, text, or the path of a file. Raises UsageError for what cannot
+        be kept, and, when this save is under way, what an earlier one in the background failed with.
+        """
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "extra": extra}
+        return self._save(step, given, metadata, extra_files, {})
+
+    def save_raw(
+        self, step: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any] | None = None
+    ) -> str:
+        """Save tensors by name, as those of a model. See `save`."""
+        return self._save(step, {"model": dict(tensors)}, metadata, None, {})
+
+    def save_best(
+        self,
+        step: int,
+        metric: float,
+        model: StateSource | None = None,
+        optimizer: StateSource | None = None,
+        scheduler: StateSource | None = None,
+        scaler: StateSource | None = None,
+        extra: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        metric_name: str = "val_loss",
+        lower_is_better: bool = True,
+        extra_files: Mapping[str, str | bytes | os.PathLike[str]] | None = None,
+    ) -> str | None:
+        """Save if `metric` is better than that of every snapshot of the run, also of those before a restart.
+
+        Returns the snapshot's name, or None when it is not better. The best stays, whatever other rules say.
+        """
+        self._wait()
+        value = float(metric)
+        if value != value:
+            self._raise_failure()
+            return None
+        before = runs.best(self._place.names(), self.name, metric_name)
+        found = None if before is None else metric_of(before)
+        if found is not None and (value if lower_is_better else -value) >= found[1]:
+            self._raise_failure()
+            return None
+        about = {"name": metric_name, "value": value, "goal": "min" if lower_is_better else "max"}
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "extra": extra}
+        return self._save(step, given, metadata, extra_files, {"metric": about})
+
+    def save_final(
+        self,
+        step: int,
+        model: StateSource | None = None,
+        optimizer: StateSource | None = None,
+        scheduler: StateSource | None = None,
+        scaler: StateSource | None = None,
+        extra: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        extra_files: Mapping[str, str | bytes | os.PathLike[str]] | None = None,
+    ) -> str:
+        """Save, and return when it is durable. Raises whatever failed. See `save`."""
+        path = self.save(step, model, optimizer, scheduler, scaler, extra, metadata, extra_files=extra_files)
+        self.flush()
+        return path
+
+    def flush(self) -> None:
+        """Return when every save is durable on disk. Raises what one of them failed with."""
+        self._wait()
+        self._raise_failure()
+
+    def last_queue_wait(self) -> float:
+        """Seconds that the last save waited for the one before it."""
+        return self._background.last_wait
+
+    def _save(
+        self,
+        step: int,
+        given: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None,
+        extra_files: Mapping[str, str | bytes | os.PathLike[str]] | None,
+        about: Mapping[str, Any],
+    ) -> str:
+        self._check_process()
+        if step < 0:
+            raise UsageError(f"step {step}: a step is 0 or more")
+        taken = parts.take(given, allow_pickle=self._allow_pickle)
+        files = _contents(extra_files or {})
+        self._background.wait()
+        store = self._place.for_saving()
+        staged, shared = saving.capture(taken, self._buffers)
+        path = runs.path_of(self.name, step)
+        record = {**about, runs.MANAGER: {"attempt": secrets.token_hex(8)}, runs.USER: dict(metadata or {})}
+        job = saving.Job(path, step, taken, staged, shared, files, record, self._published)
+        self._published = None
+
+        def run() -> None:
+            self._published = saving.store_job(store, job, self._workers, self._most_bytes)
+            if self._rules is not None:
+                retain(store, self._rules)
+
+        failure = self._background.failure()
+        if self._async:
+            self._background.start(run, f"save of {path}")
+        else:
+            run()
+        if failure is not None:
+            raise failure
+        return path
+
+    # Loading
+
+    def load(
+        self,
+        step_or_id: int | str,
+        model: StateSource | None = None,
+        optimizer: StateSource | None = None,
+        scheduler: StateSource | None = None,
+        scaler: StateSource | None = None,
+        *,
+        strict: bool = True,
+        map_location: str | torch.device | None = None,
+    ) -> Loaded:
+        """Load a snapshot, by its step or its name, straight into the objects that are given.
+
+        Without any, `state` of the result holds every state dict, on `map_location` (the host by default). Raises
+        NotFoundError, UsageError for what does not fit, before anything is changed, CorruptError.
+        """
+        self._wait()
+        with self._place.reading() as names:
+            version = runs.find(names, self.name, step_or_id)
+            given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+            return self._load(version, given, strict, map_location)
+
+    def load_latest(
+        self,
+        model: StateSource | None = None,
+        optimizer: StateSource | None = None,
+        scheduler: StateSource | None = None,
+        scaler: StateSource | None = None,
+        *,
+        strict: bool = True,
+        map_location: str | torch.device | None = None,
+    ) -> Loaded:
+        """Load the snapshot that was saved last, whatever its step. See `load`."""
+        self._wait()
+        with self._place.reading() as names:
+            saved = runs.saved_versions(names, self.name)
+            if not saved:
+                raise NotFoundError(f"{self.name} has no snapshot in {self._place.path}")
+            given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+            return self._load(saved[-1], given, strict, map_location)
+
+    def resume(
+        self,
+        model: StateSource | None = None,
+        optimizer: StateSource | None = None,
+        scheduler: StateSource | None = None,
+        scaler: StateSource | None = None,
+        *,
+        strict: bool = True,
+        map_location: str | torch.device | None = None,
+    ) -> int:
+        """Load the newest snapshot that is intact, and return the step after it; 0 when the run has none.
+
+        One that is damaged is passed over, and the log says so.
+        """
+        self._wait()
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        with self._place.reading() as names:
+            saved = runs.saved_versions(names, self.name)
+            damage: CorruptError | None = None
+            for version in reversed(saved):
+                try:
+                    loaded = self._load(version, given, strict, map_location)
+                except CorruptError as error:
+                    log.warning("%s is damaged, so an earlier snapshot is resumed: %s", runs.id_of(version), error)
+                    damage = damage or error
+                    continue
+                return loaded.step + 1
+        if damage is not None:
+            raise CorruptError(
+                f"none of {len(saved)} snapshots of {self.name} is intact; the newest: {damage}"
+            ) from damage
+        return 0
+
+    def load_tensors(
+        self, step_or_id: int | str, names: Iterable[str], *, map_location: str | torch.device | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Read the named tensors and nothing else. Where two parts have a name, `optimizer:NAME` says which.
+
+        Raises NotFoundError, UsageError for a name that says too little, CorruptError.
+        """
+        self._wait()
+        with self._place.reading() as all_names:
+            saved = Saved(self._place.store(), runs.find(all_names, self.name, step_or_id))
+            wanted = [(name, saved.find(name)) for name in names]
+            device = torch.device(map_location or "cpu")
+            made = {name: torch.empty(one.shape, dtype=one.dtype, device=device) for name, one in wanted}
+            read_all(((one, made[name]) for name, one in wanted), self._workers)
+            return made
+
+    def _load(
+        self, version: Version, given: Mapping[str, Any], strict: bool, map_location: str | torch.device | None
+    ) -> Loaded:
+        saved = Saved(self._place.store(), version)
+        device = None if map_location is None else torch.device(map_location)
+        loading = Loading(saved, device=device, strict=strict, allow_pickle=self._allow_pickle)
+        targets = {part: target for part, target in given.items() if target is not None}
+        finish: list[Callable[[], object]] = []
+        for part, target in targets.items():
+            finish.append(loading.plan_into(part, target))
+        wanted = [part for part in saved.parts if part not in targets] if not targets else ["extra"]
+        state = {part: loading.plan_state(part) for part in wanted if part in saved.parts}
+        loading.read(self._workers)
+        for call in finish:
+            call()
+        return Loaded(saved.id, saved.step, saved.metadata, state)
+
+    # Looking
+
+    def list_snapshots(self) -> list[runs.SnapshotInfo]:
+        """The snapshots of the run, in the order of saving; those in flight are waited for."""
+        self._wait()
+        names = self._place.names()
+        return [runs.info_of(names, one) for one in runs.saved_versions(names, self.name)]
+
+    def pin(self, step_or_id: int | str) -> None:
+        """Keep a snapshot whatever the rules say. Raises NotFoundError."""
+        self._pin(step_or_id, pins.pin)
+
+    def unpin(self, step_or_id: int | str) -> None:
+        """Let the rules have it back. Raises NotFoundError."""
+        self._pin(step_or_id, pins.unpin)
+
+    def pinned_steps(self) -> list[int]:
+        """The steps of the pinned snapshots, in order."""
+        self._wait()
+        names = self._place.names()
+        kept = [
+            step_of(version)
+            for version in runs.saved_versions(names, self.name)
+            if pins.PINNED in names.pins().get((version.path, version.number), ())
+        ]
+        return sorted(step for step in kept if step is not None)
+
+    def _pin(self, step_or_id: int | str, change: Callable[..., object]) -> None:
+        self._wait()
+        with self._place.reading() as names:
+            version = runs.find(names, self.name, step_or_id)
+            change(self._place.store(), [(version.path, version.number)])
+
+    # Ending
+
+    def close(self) -> None:
+        """Wait for what is in flight, and close the store. Raises what a save failed with."""
+        self._wait()
+        self._workers.shutdown()
+        self._place.close()
+        self._raise_failure()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _wait(self) -> None:
+        self._check_process()
+        self._background.wait()
+
+    def _raise_failure(self) -> None:
+        failure = self._background.failure()
+        if failure is not None:
+            raise failure
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this CheckpointManager belongs to process {self._pid}, and this is a fork of it: make one here"
+            )
+
+
+def _contents(files: Mapping[str, str | bytes | os.PathLike[str]]) -> dict[str, bytes]:
+    """The bytes of extra files by name. Raises UsageError for a name that a part or the store has."""
+    found = {}
+    for name, content in files.items():
+        taken = name == parts.STATE_FILE or name.partition(".")[2].startswith("safetensors")
+        if taken or not name or "/" in name or name in (".", "..") or "\0" in name:
+            raise UsageError(f"extra_files: {name!r} cannot be the name of an extra file")
+        if isinstance(content, bytes):
+            found[name] = content
+        elif isinstance(content, str):
+            found[name] = content.encode()
+        else:
+            found[name] = Path(content).read_bytes()
+    return found

@@ -1,0 +1,117 @@
+"""The store that a manager saves into: made by the first save, opened when something is there to be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moonclipfs.errors import FormatVersionError, NotFoundError, PermissionDeniedError, UsageError
+from moonclipfs.layers.claims import Claims
+from moonclipfs.store.log import Names
+from moonclipfs.store.replay import State
+from moonclipfs.store.store import Store
+from moonclipfs.store.target import is_store, mounted
+from moonclipfs.types import NO_ID
+
+_DRY_RUN = "user.moonclip.dry_run"
+
+
+class Place:
+    """A store, or the directory where one is to be. A typo in a path makes no store: only saving does."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Opens what is there. Raises UsageError for a path inside a mount that saves cannot go to, FormatVersionError
+        for something else than a store, NotFoundError and PermissionDeniedError where none could be made.
+        """
+        self.path = _store_behind(Path(path))
+        self._store: Store | None = None
+        self._claims: Claims | None = None
+        if is_store(self.path):
+            self._open()
+        else:
+            _check_can_be_made(self.path)
+
+    def for_saving(self) -> Store:
+        """The store, open for writing; made if there is none. Raises PermissionDeniedError, NoSpaceError."""
+        if self._store is None:
+            if not is_store(self.path):
+                Store.create(self.path).close()
+            self._open()
+        store = self.store()
+        if not store.write:
+            raise PermissionDeniedError(f"nothing can be saved in {self.path}: it can only be read")
+        return store
+
+    def store(self) -> Store:
+        """The store. Raises NotFoundError when there is none."""
+        if self._store is None and is_store(self.path):
+            self._open()  # another process made it
+        if self._store is None:
+            raise NotFoundError(f"no store at {self.path}: the first save makes one")
+        return self._store
+
+    def names(self) -> Names:
+        """The names of the store; none when there is no store."""
+        try:
+            return self.store().names()
+        except NotFoundError:
+            if is_store(self.path):
+                raise
+            return Names(State())
+
+    @contextmanager
+    def reading(self) -> Iterator[Names]:
+        """The names, and whatever they lead to is not reclaimed inside the block."""
+        if self._claims is None:
+            yield self.names()
+            return
+        with self._claims.held():
+            yield self.names()
+
+    def close(self) -> None:
+        """Close the store. Harmless when done before."""
+        if self._claims is not None:
+            self._claims.close()
+
+    def _open(self) -> None:
+        try:
+            store = Store.open(self.path, write=True, purpose="checkpoint manager")
+        except PermissionDeniedError:
+            store = Store.open(self.path, purpose="checkpoint manager")
+        # It follows the log for as long as it is open, so that a run which saves once a day keeps gc from nothing.
+        self._claims = Claims(store, owned=True)
+        self._claim = self._claims.claim(NO_ID, 0)
+        self._store = store
+
+
+def _store_behind(path: Path) -> Path:
+    """The store that a path means: itself, or that of a mount."""
+    if is_store(path) or not os.path.lexists(path):
+        return path
+    found = mounted(path)
+    if found is None:
+        return path
+    if _is_dry_run(path):
+        raise UsageError(f"{path} is in a dry run, which keeps nothing: save into the store {found.store} itself")
+    if found.spec:
+        raise UsageError(f"{path} is inside a mount: give its store, {found.store}, and the name of the run")
+    return found.store
+
+
+def _is_dry_run(path: Path) -> bool:
+    try:
+        return os.getxattr(path, _DRY_RUN) == b"1"
+    except OSError:
+        return False
+
+
+def _check_can_be_made(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FormatVersionError(f"not a store: {path}; give a store, or a directory that is empty or does not exist")
+    parent = path if path.exists() else path.parent
+    if not parent.is_dir():
+        raise NotFoundError(f"no store can be made at {path}: there is no directory {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionDeniedError(f"no store can be made at {path}: {parent} cannot be written to")

@@ -1,0 +1,201 @@
+"""From state dicts to a snapshot: one copy while training waits, the rest in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from moonclipfs.errors import CorruptError, NotFoundError
+from moonclipfs.store.filereader import FileReader
+from moonclipfs.store.kept import Kept
+from moonclipfs.store.publish import Ingest
+from moonclipfs.store.store import Store, root_metadata
+from moonclipfs.torch.dtypes import CARRIERS, carrier_of, dtype_name, memory_of
+from moonclipfs.torch.parts import STATE_FILE, Part
+from moonclipfs.torch.sharing import Key, groups, same_place
+from moonclipfs.torch.staging import HostBuffers, Staged
+from moonclipfs.torch.tensorfile import FileTensor, TensorFile, part_files
+from moonclipfs.types import NO_ID, Attributes, Buffer, BytesSource, Entry, EntryType, ObjectId, Source, Version
+
+FORMAT = "moonclipfs-state"
+VERSION = 1
+
+
+@dataclass(slots=True)
+class Job:
+    """A save of which everything is copied: `staged` are its tensors by part and name."""
+
+    path: str
+    step: int
+    parts: dict[str, Part]
+    staged: dict[str, dict[str, Staged]]
+    shared: list[list[list[Any]]]
+    extra_files: Mapping[str, bytes]
+    metadata: dict[str, Any]
+    """What the log record is to say."""
+    after: Published | None = None
+    """The save whose bytes are those of tensors that are `unchanged`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A save that became a version: the recipe of each of its tensor files."""
+
+    version: Version
+    recipes: dict[str, ObjectId] = field(default_factory=dict)
+
+
+def capture(
+    parts: Mapping[str, Part], buffers: HostBuffers
+) -> tuple[dict[str, dict[str, Staged]], list[list[list[Any]]]]:
+    """Copy the tensors of all parts: training may go on after this. Tensors in the same place are copied once.
+
+    Raises UsageError for a tensor that cannot be stored, before anything is copied.
+    """
+    tensors: dict[Key, torch.Tensor] = {}
+    for name, part in parts.items():
+        for tensor_name, tensor in part.tensors.items():
+            carrier_of(tensor, f"{name}: {tensor_name}")
+            tensors[name, tensor_name] = tensor
+    first: dict[tuple[object, ...], Key] = {}
+    place_of: dict[Key, Key] = {}
+    for key, tensor in tensors.items():
+        place_of[key] = first.setdefault(same_place(tensor), key) if tensor.numel() else key
+    taken = buffers.take({"\0".join(key): tensors[key] for key, place in place_of.items() if place == key})
+    staged: dict[str, dict[str, Staged]] = {name: {} for name in parts}
+    for (name, tensor_name), place in place_of.items():
+        staged[name][tensor_name] = taken["\0".join(place)]
+    return staged, groups(tensors)
+
+
+def store_job(store: Store, job: Job, pool: Executor, most_bytes: int) -> Published:
+    """Encode and publish a save; it is durable when this returns."""
+    files, state = _files(job, most_bytes)
+    with store.ingest() as ingest:
+        ingest.use_pool(pool)
+        return _Writing(store, ingest, job).publish(files, state)
+
+
+def _files(job: Job, most_bytes: int) -> tuple[dict[str, TensorFile], dict[str, bytes]]:
+    """The tensor files of a save, and its other files."""
+    files: dict[str, TensorFile] = {}
+    plain = dict(job.extra_files)
+    described = {}
+    for name, part in job.parts.items():
+        tensors = [_file_tensor(tensor_name, staged) for tensor_name, staged in job.staged[name].items()]
+        mine: dict[str, TensorFile] = {}
+        if tensors:
+            mine, index = part_files(name, tensors, most_bytes)
+            if index:
+                plain[f"{name}.safetensors.index.json"] = index
+        files |= mine
+        described[name] = _described(part, job.staged[name], list(mine))
+    state = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": job.step,
+        "metadata": job.metadata.get("user", {}),
+        "parts": described,
+        "shared": job.shared,
+    }
+    plain[STATE_FILE] = json.dumps(state, separators=(",", ":"), allow_nan=False).encode()
+    return files, plain
+
+
+def _described(part: Part, staged: Mapping[str, Staged], files: list[str]) -> dict[str, Any]:
+    dtypes = {name: dtype_name(one.dtype) for name, one in staged.items() if not CARRIERS[one.dtype].exact}
+    return {"files": files, "parameters": part.parameters, "dtypes": dtypes, "tree": part.tree}
+
+
+def _file_tensor(name: str, staged: Staged) -> FileTensor:
+    carrier = CARRIERS[staged.dtype]
+    shape = staged.shape if carrier.parts == 1 else (*staged.shape, carrier.parts)
+    memory = memory_of(staged.bytes)
+    return FileTensor(name, carrier.word, shape, len(memory), partial(_slice, memory), staged.unchanged)
+
+
+def _slice(memory: memoryview, offset: int, length: int) -> Buffer:
+    return memory[offset : offset + length]
+
+
+class _Writing:
+    """One save on its way into the store."""
+
+    def __init__(self, store: Store, ingest: Ingest, job: Job) -> None:
+        self._store = store
+        self._ingest = ingest
+        self._job = job
+        now = time.time_ns()
+        umask = _umask()
+        self._file_attributes = Attributes(0o666 & ~umask, os.getuid(), os.getgid(), now, now)
+        self._root_attributes = Attributes(0o777 & ~umask, os.getuid(), os.getgid(), now, now)
+        self._before = newest_of_line(store, job.path)
+
+    def publish(self, files: Mapping[str, TensorFile], plain: Mapping[str, bytes]) -> Published:
+        entries = []
+        recipes = {}
+        for name, file in files.items():
+            entry = self._put(name, file, self._kept(name, file))
+            entries.append(entry)
+            recipes[name] = entry.child
+        for name, data in plain.items():
+            entries.append(self._put(name, BytesSource(data), None))
+        root = self._ingest.put_directory(entries)
+        metadata = {
+            **self._job.metadata,
+            "step": self._job.step,
+            "attributes": root_metadata(self._root_attributes),
+            "files": len(entries),
+            "bytes": sum(entry.size for entry in entries),
+        }
+        return Published(self._ingest.publish(self._job.path, root, metadata), recipes)
+
+    def _put(self, name: str, source: Source, kept: Kept | None) -> Entry:
+        child, size, _ = self._ingest.put_file(source, self._previous(name), kept=kept)
+        return Entry(name.encode(), EntryType.FILE, self._file_attributes, size, child)
+
+    def _previous(self, name: str) -> FileReader | None:
+        """The file of this name in the snapshot before, which deltas are made against."""
+        if self._before is None:
+            return None
+        try:
+            return self._store.open_file(self._store.lookup(self._before, name.encode()))
+        except (NotFoundError, CorruptError):
+            return None  # only deltas are lost
+
+    def _kept(self, name: str, file: TensorFile) -> Kept | None:
+        """What need not be read, as it is in the save before: only where all of it stands at the same places."""
+        after = self._job.after
+        if after is None or name not in after.recipes or not (unchanged := file.unchanged()):
+            return None
+        recipe = self._store.recipe_object(after.recipes[name]) if after.recipes[name] != NO_ID else None
+        if recipe is None or recipe.size != file.size:
+            return None
+        before = FileReader(self._store.objects, recipe)
+        header = bytes(file.header)
+        if before.read(0, len(header)) != header:
+            return None
+        return Kept(self._store.config.cut, before, unchanged)
+
+
+def newest_of_line(store: Store, path: str) -> Version | None:
+    """The version that was bound last among those under the parent of `path`."""
+    parent = path.rpartition("/")[0]
+    siblings = (version for version in store.names().all_versions() if version.path.rpartition("/")[0] == parent)
+    return max(siblings, key=lambda version: version.sequence, default=None)
+
+
+def _umask() -> int:
+    with open("/proc/self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022

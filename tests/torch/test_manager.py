@@ -1,0 +1,113 @@
+"""Saving and resuming a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import moonclipfs
+from moonclipfs import CheckpointManager
+from moonclipfs.errors import FormatVersionError, NotFoundError, UsageError
+from tests.torch.kit import adam, model, same, train
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
+    with CheckpointManager(tmp_path / "store", "run1") as made:
+        yield made
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    module = model()
+    optimizer = adam(module)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with CheckpointManager(tmp_path / "store", "run1") as manager:
+        assert manager.resume(module, optimizer, scheduler) == 0
+        for step in range(3):
+            train(module, optimizer)
+            scheduler.step()
+            manager.save(step, module, optimizer, scheduler)
+    again, other = model(1), None
+    other = adam(again)
+    schedule = torch.optim.lr_scheduler.StepLR(other, 2)
+    with CheckpointManager(tmp_path / "store", "run1") as manager:
+        assert manager.resume(again, other, schedule) == 3
+    assert same(again.state_dict(), module.state_dict())
+    assert same(other.state_dict(), optimizer.state_dict())
+    assert same(schedule.state_dict(), scheduler.state_dict())
+    train(module, optimizer)
+    train(again, other)
+    assert same(again.state_dict(), module.state_dict())
+
+
+def test_a_snapshot_is_a_directory_of_safetensors_files(manager: CheckpointManager, tmp_path: Path) -> None:
+    module = model()
+    optimizer = adam(module)
+    train(module, optimizer)
+    assert manager.save(500, module, optimizer) == "run1/step-000500"
+    manager.flush()
+    with moonclipfs.open(tmp_path / "store", "run1/step-000500") as snapshot:
+        assert snapshot.files() == ["model.safetensors", "optimizer.safetensors", "state.json"]
+        assert [one.name for one in snapshot.tensors("model.safetensors")] == sorted(module.state_dict())
+        names = {one.name for one in snapshot.tensors("optimizer.safetensors")}
+        assert names == {
+            f"{name}.{state}" for name, _ in module.named_parameters() for state in ("exp_avg", "exp_avg_sq", "step")
+        }
+        assert torch.equal(snapshot.torch("1.weight", "model.safetensors"), module[1].weight)  # type: ignore[index]
+
+
+def test_latest_is_what_was_saved_last_whatever_its_step(manager: CheckpointManager) -> None:
+    """Case 23: steps repeat and go back."""
+    for step in (5, 5, 3):
+        manager.save_raw(step, {"a": torch.tensor([float(step)])})
+    assert [info.id for info in manager.list_snapshots()] == ["run1/step-000005@2", "run1/step-000003@1"]
+    assert manager.load_latest().step == 3
+    assert manager.resume() == 4
+
+
+def test_a_typo_in_a_path_makes_no_store(tmp_path: Path) -> None:
+    """Case 38."""
+    with CheckpointManager(tmp_path / "typo", "run1") as manager:
+        assert manager.list_snapshots() == []
+        assert manager.resume(model()) == 0
+        with pytest.raises(NotFoundError, match="no snapshot"):
+            manager.load_latest(model())
+        with pytest.raises(NotFoundError, match="no snapshot of step 5"):
+            manager.load(5)
+    assert not (tmp_path / "typo").exists()
+    with pytest.raises(NotFoundError, match="there is no directory"):
+        CheckpointManager(tmp_path / "no" / "where")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    with pytest.raises(FormatVersionError, match="not a store"):
+        CheckpointManager(tmp_path / "mine")
+
+
+def test_pins_are_seen_by_others(manager: CheckpointManager, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        manager.save_raw(step, {"a": torch.arange(step)})
+    manager.pin(2)
+    with CheckpointManager(tmp_path / "store", "run1") as other:
+        assert other.pinned_steps() == [2]
+        other.pin("run1/step-000001")
+        other.unpin(2)
+    assert manager.pinned_steps() == [1]
+    with pytest.raises(NotFoundError):
+        manager.pin(7)
+
+
+def test_named_tensors_are_read_alone(manager: CheckpointManager) -> None:
+    module = model()
+    optimizer = adam(module)
+    train(module, optimizer)
+    manager.save(1, module, optimizer, extra={"1.weight": torch.ones(3)})
+    found = manager.load_tensors(1, ["1.weight.exp_avg", "model:1.weight"])
+    assert same(found["model:1.weight"], module[1].weight.detach())  # type: ignore[index]
+    assert same(found["1.weight.exp_avg"], optimizer.state[module[1].weight]["exp_avg"])  # type: ignore[index]
+    with pytest.raises(UsageError, match=r"say model:1\.weight"):
+        manager.load_tensors(1, ["1.weight"])
+    with pytest.raises(NotFoundError, match=r"did you mean 1\.weight"):
+        manager.load_tensors(1, ["1.weights"])
