@@ -60,7 +60,7 @@ class ExpertStore:
         self, root: str | os.PathLike[str] | LayerPath, read_only: bool = False, *, file_format: str | None = None
     ) -> None:
         """Raises NotFoundError when a directory to read does not exist; one to write is made with the first expert."""
-        self.root: AnyPath = root if isinstance(root, LayerPath) else Path(root)
+        self.root: AnyPath = root if isinstance(root, LayerPath | Path) else Path(root)
         self.read_only = read_only
         if file_format is not None and file_format not in FORMATS:
             raise UsageError(f"expert files are {' or '.join(FORMATS)}, not {file_format}")
@@ -107,19 +107,20 @@ class ExpertStore:
             return {name: file.load(file.part(name), pinned=pinned) for name in wanted}
 
     def holds(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether an expert is there and has just these tensors, bit for bit."""
+        """Whether an expert is there, undamaged, and has just these tensors, bit for bit."""
         try:
             with self._opened(expert) as (_, file):
                 return tensors.keys() == set(file.names) and all(
                     file.holds(file.part(name), tensor) for name, tensor in tensors.items()
                 )
-        except NotFoundError:
+        except (NotFoundError, CorruptError):
             return False
 
     def write(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> int:
         """Make these the tensors of an expert, old or new, and return the length of its file. Durable when it returns.
 
-        A safetensors file keeps the metadata of the one that it replaces. Raises UsageError for the number of an expert
+        A safetensors file keeps the metadata of the one that it replaces; one that is damaged is replaced all the same.
+        Raises UsageError for the number of an expert
         that was deleted, and for tensors that the file cannot hold.
         """
         self._require_writable(expert)
@@ -127,9 +128,8 @@ class ExpertStore:
         if path is None:
             self.check_unused(expert)
             path = self._directory(expert) / f"{_file_name(expert)}.{self._new_format()}"
-        elif _format_of(path) == SAFETENSORS:
-            with self._opened(expert) as (_, file):
-                metadata = file.metadata
+        else:
+            metadata = self._metadata(expert)
         with _replacing(path) as new:
             write(new, _format_of(path), tensors, metadata)
             return new.tell()
@@ -186,6 +186,13 @@ class ExpertStore:
             raise NotFoundError(f"expert {expert} is not in {self.root}") from error
         with file:
             yield path, ExpertFile(file, str(path), _format_of(path))
+
+    def _metadata(self, expert: ExpertId) -> Mapping[str, str]:
+        try:
+            with self._opened(expert) as (_, file):
+                return file.metadata
+        except CorruptError:
+            return {}
 
     def _new_format(self) -> str:
         """The format of a new file: what was asked for, else that of the first file found, else safetensors."""
