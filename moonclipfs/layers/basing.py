@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moonclipfs.errors import LeaseLostError, NotFoundError, UsageError
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from moonclipfs.layers.layer import Layer
 
-ANCHOR = b"base"
-"""Numbers what shows through from the first base of an overlay (see `inodes.Lower`)."""
+_ANCHOR = b"base"
+"""Begins the anchors of what shows through an overlay (see `inodes.Lower`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,16 @@ def held(store: Store) -> Iterator[None]:
 
 
 def of_version(store: Store, spec: str) -> BaseOf:
-    """The snapshot NAME or NAME@NUMBER as a base; `held` meanwhile. Raises NotFoundError."""
-    version = store.resolve(spec)
+    """The snapshot NAME or NAME@NUMBER as a base; `held` meanwhile. Of a private store also one of its base store,
+    which nothing keeps there. Raises NotFoundError.
+    """
+    try:
+        version = store.resolve(spec)
+    except NotFoundError:
+        if store.base is None:
+            raise
+        there = of_version(store.base, spec)
+        return replace(there, label=f"{there.label} of {store.base.path}", version=None)
     attributes = store.root_entry(version).attributes
     return BaseOf(f"{version.path}@{version.number}", version.root, attributes, version)
 
@@ -113,19 +121,21 @@ def of_directory(layer: Layer, worker: Worker, path: str, label: str) -> BaseOf:
     return BaseOf(label, root, entry.attributes)
 
 
-def record_of(base: BaseOf, info: OverlayInfo, now_ns: int) -> Based:
+def new_record(base: BaseOf, info: OverlayInfo, now_ns: int) -> Based:
     """The first record of the journal of an overlay on a base."""
     given = base.attributes or Attributes(0o755, os.geteuid(), os.getegid(), now_ns, now_ns)
+    return _record(base.root, base.root, given, _ANCHOR, info)
+
+
+def next_record(before: Based, base: BaseOf, shown: ObjectId, top: Attributes, info: OverlayInfo) -> Based:
+    """The record of an overlay that is put onto another base, and shows `shown` from here on."""
+    # Another anchor: what is at a path may have other bytes, and so is another inode.
+    number = int(before.anchor.removeprefix(_ANCHOR) or b"0") + 1
+    return _record(base.root, shown, top, _ANCHOR + b"%d" % number, info)
+
+
+def _record(base: ObjectId, shown: ObjectId, given: Attributes, anchor: bytes, info: OverlayInfo) -> Based:
+    xattrs = tuple(sorted(given.xattrs.items()))
     return Based(
-        base.root, given.mode, given.uid, given.gid, given.mtime_ns, given.ctime_ns,
-        tuple(sorted(given.xattrs.items())), ANCHOR, info.settings(),
-    )  # fmt: skip
-
-
-def is_name(store: Store, text: str) -> bool:
-    """Whether a text names a snapshot, or a version of one, of a store."""
-    try:
-        store.resolve(text)
-    except (NotFoundError, UsageError):
-        return False
-    return True
+        base, shown, given.mode, given.uid, given.gid, given.mtime_ns, given.ctime_ns, xattrs, anchor, info.settings()
+    )

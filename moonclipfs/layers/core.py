@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +56,8 @@ class Core:
             names = store.names()
             self.view = View(names)
             store.saw(names)
+        self.facts: Mapping[bytes, bytes] = {}
+        """Computed attributes of everything in it, by name: what kind of layer it is."""
         self.before_rename: Callable[[Inode, Inode | None], None] = lambda inode, replaced: None
         """Called under the lock: the first inode is about to take the place of the other, if there is one."""
 

@@ -29,11 +29,11 @@ from moonclipfs.layers.records import Based, SetAttributes, Whole
 from moonclipfs.layers.replay import Recovery, replay
 from moonclipfs.layers.staging import Staging
 from moonclipfs.layers.stagingplace import note_place
-from moonclipfs.layers.wholes import apply_whole
+from moonclipfs.layers.wholes import apply_whole, based_refs
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import LayerLock, find_layer, make_layer
 from moonclipfs.store.store import Store
-from moonclipfs.types import Kind, ObjectId
+from moonclipfs.types import ObjectId
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,5 +178,5 @@ class Layer(Changes):
             if self.state.based is None:
                 raise CorruptError(f"the journal of {self.name} does not say what it stands on")
             return
-        self.record(base, [(Kind.DIRECTORY, base.base)])
+        self.record(base, based_refs(base))
         self.journal.commit()

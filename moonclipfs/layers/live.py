@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moonclipfs import limits
-from moonclipfs.errors import ExistsError, MoonclipError, NoSpaceError, NotFoundError, UsageError
+from moonclipfs.errors import ExistsError, MoonclipError, NoSpaceError, NotFoundError
+from moonclipfs.layers.arguments import argument
 from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
@@ -157,9 +158,7 @@ class Live:
         return {}
 
     def _seal_verb(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        version = self.seal(
-            os.fsencode(_argument(arguments, "path", str)), wait=_argument(arguments, "wait", bool, True)
-        )
+        version = self.seal(os.fsencode(argument(arguments, "path", str)), wait=argument(arguments, "wait", bool, True))
         return {} if version is None else {"path": version.path, "number": version.number}
 
     def restore(self, name: str, number: int | None = None, *, to: str | None = None) -> Version:
@@ -191,14 +190,14 @@ class Live:
 
     def _restore_verb(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         version = self.restore(
-            _argument(arguments, "name", str),
-            _argument(arguments, "number", int, None),
-            to=_argument(arguments, "to", str, None),
+            argument(arguments, "name", str),
+            argument(arguments, "number", int, None),
+            to=argument(arguments, "to", str, None),
         )
         return {"path": version.path, "number": version.number}
 
     def _clone_verb(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        version = self.clone(_argument(arguments, "source", str), _argument(arguments, "target", str))
+        version = self.clone(argument(arguments, "source", str), argument(arguments, "target", str))
         return {"path": version.path, "number": version.number}
 
     def _drain(self) -> None:
@@ -229,14 +228,6 @@ class Live:
     def _sync(self) -> None:
         self.layer.sync_all()
         self.layer.push_names()
-
-
-def _argument(arguments: Mapping[str, Any], name: str, kind: type, *default: Any) -> Any:
-    """An argument of a request, which may be left out when there is a default. Raises UsageError for another type."""
-    value = arguments.get(name, *default)
-    if type(value) is not kind and not (default and value is default[0]):  # a bool is no int here
-        raise UsageError(f"{name} is to be a JSON value of type {kind.__name__}, not {value!r}")
-    return value
 
 
 def default_layer() -> str:

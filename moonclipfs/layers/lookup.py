@@ -106,6 +106,8 @@ class Lookup(Core):
     def _computed(self, inode: Inode, name: bytes, wait: bool) -> bytes | None:
         if name == b"store":
             return os.fsencode(os.path.abspath(self.store.path))
+        if name in self.facts:
+            return self.facts[name]
         with self.lock:
             version, unchanged = self._version_of(inode), not inode.below and inode.content is None
             child = inode.lower.directory if inode.is_directory and inode.lower else inode.child

@@ -18,11 +18,12 @@ from typing import Any
 from moonclipfs import limits
 from moonclipfs.errors import BusyError, CorruptError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.layers.base import Caches
-from moonclipfs.layers.basing import BaseOf, capture, held, record_of, store_frozen
-from moonclipfs.layers.freezing import freeze, thaw
+from moonclipfs.layers.basing import BaseOf, capture, held, new_record, next_record, store_frozen
+from moonclipfs.layers.freezing import Frozen, freeze, thaw
 from moonclipfs.layers.layer import Fixed, Layer
 from moonclipfs.layers.overlayencoder import OverlayEncoder
 from moonclipfs.layers.reclaim import Reclaimer
+from moonclipfs.layers.wholes import based_refs
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
@@ -36,10 +37,13 @@ from moonclipfs.store.overlaydirs import (
     remove_overlay,
     rename_overlay,
     require_free,
+    set_info,
 )
 from moonclipfs.store.paths import check_path
 from moonclipfs.store.store import Store
 from moonclipfs.types import ObjectId, Version
+
+_REBASE_ATTEMPTS = 5
 
 
 class Overlay:
@@ -58,6 +62,7 @@ class Overlay:
         self._synced_at = time.monotonic()
         self._synced_counter = layer.counter
         self._closed = False
+        self._tell()
 
     @classmethod
     def create(
@@ -89,7 +94,7 @@ class Overlay:
         )  # fmt: skip
         with naming(store.backend):
             require_free(store.path, name)
-            fixed = Fixed(record_of(base, info, now_ns), caches)
+            fixed = Fixed(new_record(base, info, now_ns), caches)
             layer = Layer.open(store, info.layer, mountpoint=mountpoint, ops=ops, fixed=fixed)
             try:
                 add_name(store.backend, info)
@@ -126,7 +131,9 @@ class Overlay:
         except BaseException:
             layer.close()
             raise
-        return cls(store, info, layer, mountpoint)
+        overlay = cls(store, info, layer, mountpoint)
+        overlay._settle()
+        return overlay
 
     def __enter__(self) -> Overlay:
         return self
@@ -191,8 +198,7 @@ class Overlay:
         A dry run is committed with `allow` only. Raises UsageError, and what keeps files from being stored: then
         nothing was committed.
         """
-        if self.info.dry_run and not allow:
-            raise UsageError(f"{self.name} is a dry run: it is committed only if that was asked for with --commit")
+        self.require_committable(allow)
         path = check_path((name or self.name).strip("/"))
         fields = {"automatic": False, "overlay": self.name, "base": self.info.base, **(metadata or {})}
         layer = self.layer
@@ -210,6 +216,61 @@ class Overlay:
             raise NotFoundError(f"{path} was committed, and another process has forgotten that version since")
         return found[0]
 
+    def rebase(self, base: BaseOf, merge: Callable[[ObjectId, ObjectId], ObjectId]) -> None:
+        """Put it onto another base, `held` meanwhile: `merge` makes what it shows from then on of what it stood on and
+        what it shows. It may be called again, when something was changed meanwhile.
+
+        What it shows gets other inodes. Raises BusyError while files are open for writing, or are always changed, and
+        whatever `merge` raises: then nothing has changed.
+        """
+        layer = self.layer
+        with self._committing, held(self.store), self.encoder.running() as encoder:
+            for _ in range(_REBASE_ATTEMPTS):
+                with layer.lock:
+                    _require_no_writers(self.name, layer)
+                frozen = freeze(layer, layer.files, layer.root)
+                try:
+                    ours = store_frozen(layer, encoder, frozen, "capture")["root"]
+                    shown = merge(self.base_root, ours)
+                    if self._move_onto(base, shown, frozen):
+                        break
+                finally:
+                    thaw(layer, layer.files, frozen)
+            else:
+                raise BusyError(f"overlay {self.name} is being changed: try again when it is not")
+        layer.sync_all()
+        self._settle()
+
+    def _move_onto(self, base: BaseOf, shown: ObjectId, frozen: Frozen) -> bool:
+        """Journal another base, unless something was changed since what it shows was frozen."""
+        layer, based = self.layer, self.layer.state.based
+        assert based is not None
+        path, number = (None, None) if base.version is None else (base.version.path, base.version.number)
+        info = replace(self.info, base=base.label, base_path=path, base_number=number, base_root=base.root)
+        with layer.lock:
+            if layer.root.below > frozen.counter:
+                return False
+            _require_no_writers(self.name, layer)
+            record = next_record(based, base, shown, frozen.tree.attributes, info)
+            layer.record(record, based_refs(record))
+        layer.journal.commit()
+        return True
+
+    def _settle(self) -> None:
+        """Let the name tell what the journal says, which is the truth."""
+        based = self.layer.state.based
+        assert based is not None
+        info = OverlayInfo.parse(self.name, based.settings)
+        if info != self.info:
+            with naming(self.store.backend):
+                set_info(self.store.backend, info)
+            self.info = info
+
+    def require_committable(self, allow: bool) -> None:
+        """Raise UsageError for a dry run, unless whoever asks was told to commit it."""
+        if self.info.dry_run and not allow:
+            raise UsageError(f"{self.name} is a dry run: it is committed only if that was asked for with --commit")
+
     # Its life
 
     def discard(self) -> None:
@@ -220,7 +281,13 @@ class Overlay:
 
     def rename(self, new: str) -> None:
         """Call it otherwise. Raises ExistsError, UsageError."""
-        self.info = replace(rename_overlay(self.store.backend, self.name, new), name=new)
+        self.info = rename_overlay(self.store.backend, self.name, new)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Let computed attributes say what this is."""
+        facts = {b"overlay": self.name.encode()}
+        self.layer.facts = {**facts, b"dry_run": b"1"} if self.info.dry_run else facts
 
     def tick(self, now: float) -> bool:
         """Make durable what was closed, now and then, by the monotonic clock; returns whether staged bytes are to be
@@ -249,6 +316,12 @@ class Overlay:
             **self.layer.staged(),
             "encoder": self.encoder.status(),
         }
+
+
+def _require_no_writers(name: str, layer: Layer) -> None:
+    """Under the lock."""
+    if any(inode.writers for inode in layer.state.own.values()):
+        raise BusyError(f"overlay {name} has files that are open for writing: close them first")
 
 
 def _require_writable(store: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +16,10 @@ from moonclipfs.errors import LimitError, MoonclipError, NotFoundError, UsageErr
 from moonclipfs.layers.base import Caches
 from moonclipfs.layers.basing import BaseOf, held, of_directory, of_version
 from moonclipfs.layers.live import Live
+from moonclipfs.layers.merge import Directories
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.periodic import Periodic
+from moonclipfs.layers.rebasing import Conflict, rebase
 from moonclipfs.store.overlaydirs import (
     OverlayInfo,
     overlay_infos,
@@ -24,6 +27,7 @@ from moonclipfs.store.overlaydirs import (
     sweep,
 )
 from moonclipfs.store.store import Store
+from moonclipfs.types import Kind, ObjectId
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +158,33 @@ class Overlays:
             self._open[new] = self._open.pop(old)
         self.on_change(old)
         self.on_change(new)
+
+    def rebase(self, name: str, base: str | None = None) -> list[tuple[str, str, str]]:
+        """Put an overlay onto another base, by default the newest version of the snapshot that it stands on.
+
+        Returns what both sides have changed: (path, why, where the base's is kept, if it is). The overlay's stays.
+        Raises NotFoundError, BusyError while files of it are open for writing.
+        """
+        overlay = self.get(name)
+        text = base if base is not None else overlay.info.base_path
+        if text is None:
+            raise UsageError(f"overlay {name} stands on no snapshot: say which base it is to have")
+        conflicts: Mapping[bytes, Conflict] = {}
+
+        def merge(before: ObjectId, ours: ObjectId) -> ObjectId:
+            nonlocal conflicts
+            with self.store.ingest() as ingest:
+                found = rebase(Directories(self.store, ingest), before, ours, theirs.root)
+                ingest.complete([(Kind.DIRECTORY, found.root)])
+            conflicts = found.conflicts
+            return found.root
+
+        with self.base_of(text) as theirs:
+            overlay.rebase(theirs, merge)
+            version = theirs.version
+        self.on_change(name)
+        place = "" if version is None else f"@versions/{version.path}/{version.number}/"
+        return [(os.fsdecode(path), str(why), place and place + os.fsdecode(path)) for path, why in conflicts.items()]
 
     def release(self, name: str) -> None:
         """Let go of an overlay that is open here, as it is: others may have it. Harmless for any other."""

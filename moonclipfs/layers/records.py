@@ -268,15 +268,17 @@ class Unbinding(NamedTuple):
 
 
 class Based(NamedTuple):
-    """The layer is an overlay: whatever it has no own entries for shows through from the directory object `base`, NO_ID
-    for nothing. The first record of its journal, which keeps `base` from gc; also in a journal that is written anew.
+    """The layer is an overlay: it stands on the directory object `base`, and where it has no own entries, `shown` shows
+    through: at first the same. NO_ID is an empty directory. The first record of its journal, also of one that is
+    written anew; it keeps both from gc.
 
     Then come the attributes of the root, and `anchor`, which numbers what shows through (see `inodes.Lower`). A later
-    one says that the overlay stands on another base from here on: `lowers` are what shows through each own directory,
-    (number, path in the base, directory object). `settings` is JSON, see `overlaydirs.OverlayInfo`.
+    one says that the overlay was put onto another base: all that it had of its own is in `shown`, and goes.
+    `settings` is JSON, see `overlaydirs.OverlayInfo`.
     """
 
     base: ObjectId
+    shown: ObjectId
     mode: int
     uid: int
     gid: int
@@ -285,7 +287,6 @@ class Based(NamedTuple):
     xattrs: tuple[tuple[bytes, bytes], ...]
     anchor: bytes
     settings: bytes
-    lowers: tuple[tuple[int, bytes, ObjectId], ...] = ()
 
 
 Record: TypeAlias = (

@@ -300,8 +300,14 @@ class State:
 
     def _drop(self, record: Dropped) -> None:
         directory = self.directory(record.parent)
-        todo = [directory.entries[record.name]]
+        inode = directory.entries[record.name]
         self.detach(directory, record.name)
+        self._disown(inode)
+        directory.counted = 0
+
+    def _disown(self, inode: Inode) -> None:
+        """An inode that lost a name is own no more, with all that is in it alone."""
+        todo = [inode]
         while todo:
             inode = todo.pop()
             for name, child in list(inode.entries.items()):
@@ -314,7 +320,6 @@ class State:
                 inode.changed = inode.below = inode.sealed = inode.counted = 0
                 self.own.pop(inode.number, None)
                 self.release(inode)
-        directory.counted = 0
 
     def _keep(self, record: Kept) -> None:
         inode = self.directory(record.number)
@@ -325,17 +330,18 @@ class State:
         self.moving = record if record.old else None
 
     def _base(self, record: Based) -> None:
-        first, self.based = self.based is None, record._replace(lowers=())
-        if first:
-            root = self.root
-            root.mode, root.uid, root.gid, root.xattrs = record.mode, record.uid, record.gid, dict(record.xattrs)
-            root.atime_ns = root.mtime_ns = record.mtime_ns
-            root.ctime_ns = record.ctime_ns
-        self.root.lower = Lower(record.anchor, b"", record.base, record.base)
-        self.root.counted = 0
-        for number, path, directory in record.lowers:
-            inode = self.directory(number)
-            inode.lower, inode.counted = Lower(record.anchor, path, directory, record.base), 0
+        root = self.root
+        for name, inode in list(root.entries.items()):
+            self.detach(root, name)
+            self._disown(inode)
+        self.based = record
+        root.mode, root.uid, root.gid, root.xattrs = record.mode, record.uid, record.gid, dict(record.xattrs)
+        root.atime_ns = root.mtime_ns = record.mtime_ns
+        root.ctime_ns = record.ctime_ns
+        root.lower = Lower(record.anchor, b"", record.shown, record.shown)
+        root.removed.clear()
+        root.names_changed.clear()
+        root.changed = root.below = root.counted = 0
         self.names_version += 1
 
     def _end_move(self, paths: set[bytes]) -> None:

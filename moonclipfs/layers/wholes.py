@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moonclipfs.layers.inodes import Inode, Lower
-from moonclipfs.layers.records import Counters, Record, Unbinding, Whole
+from moonclipfs.layers.records import Based, Counters, Record, Unbinding, Whole
 from moonclipfs.layers.state import State
 from moonclipfs.types import NO_ID, EntryType, Kind, ObjectId
 
@@ -16,7 +16,7 @@ def whole_records(state: State) -> Iterator[tuple[Record, Refs]]:
     """All own state but contents and captures. Under the lock of the layer, until the end."""
     yield Counters(state.inodes, state.generations, state.captures, state.change), []
     if state.based is not None:
-        yield state.based, [(Kind.DIRECTORY, state.based.base)]
+        yield state.based, based_refs(state.based)
     others: list[Inode] = []
     todo = [state.root]
     while todo:
@@ -30,6 +30,11 @@ def whole_records(state: State) -> Iterator[tuple[Record, Refs]]:
         yield Unbinding(path, sequence), []
     if state.moving is not None:
         yield state.moving, []
+
+
+def based_refs(based: Based) -> Refs:
+    """The objects that an overlay needs because of what it stands on."""
+    return [(Kind.DIRECTORY, object_id) for object_id in dict.fromkeys((based.base, based.shown))]
 
 
 def apply_whole(state: State, record: Whole) -> None:

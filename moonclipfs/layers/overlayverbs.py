@@ -1,0 +1,174 @@
+"""What is asked of the overlays of a store, as JSON values: at the control socket of a mount, or by a command that has
+opened the store itself. The answers are the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moonclipfs.errors import NotFoundError, UsageError
+from moonclipfs.layers.arguments import argument
+from moonclipfs.layers.merge import Directories
+from moonclipfs.layers.overlay import Overlay
+from moonclipfs.layers.overlaydiff import layer_diff
+from moonclipfs.layers.overlays import Overlays
+from moonclipfs.layers.rebasing import Conflict, Rebased, rebase
+from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
+from moonclipfs.store.layerdirs import layer_holder
+from moonclipfs.store.overlaydirs import OverlayInfo
+from moonclipfs.types import Kind, ObjectId, Version
+
+Json = Mapping[str, Any]
+Verb = Callable[[Json], Json]
+
+
+class OverlayVerbs:
+    """Answers for the overlays that one process has. Thread-safe; each verb may take long."""
+
+    def __init__(
+        self,
+        overlays: Overlays,
+        *,
+        discard: Callable[[str, bool], None] | None = None,
+        rename: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """`discard` (name, though files are open) and `rename` (from, to) are what a mount does, which has a kernel to
+        tell."""
+        self._overlays = overlays
+        self._discard = discard or (lambda name, force: overlays.discard(name))
+        self._rename = rename or overlays.rename
+
+    @property
+    def verbs(self) -> Mapping[str, Verb]:
+        """By name."""
+        return {
+            "overlay_create": self.create,
+            "overlay_list": self.list,
+            "overlay_status": self.status,
+            "overlay_diff": self.diff,
+            "overlay_commit": self.commit,
+            "overlay_flush": self.flush,
+            "overlay_discard": self.discard,
+            "overlay_rename": self.rename,
+            "overlay_rebase": self.rebase,
+        }
+
+    def create(self, arguments: Json) -> Json:
+        """name, base (see `Overlays.base_of`), quota in bytes or None, ephemeral, dry_run, owner. Answers with what
+        `list` says of it."""
+        overlay = self._overlays.create(
+            argument(arguments, "name", str),
+            argument(arguments, "base", str, ""),
+            quota=argument(arguments, "quota", int, None),
+            ephemeral=argument(arguments, "ephemeral", bool, False),
+            dry_run=argument(arguments, "dry_run", bool, False),
+            owner=argument(arguments, "owner", dict, None),
+        )
+        return info_json(self._overlays, overlay.info)
+
+    def list(self, _: Json) -> Json:
+        """overlays: name, base, created_ns, quota, ephemeral, dry_run, owner, and holder, who has it open or None."""
+        return {"overlays": [info_json(self._overlays, info) for info in self._overlays.infos()]}
+
+    def status(self, arguments: Json) -> Json:
+        """name. Answers with what `list` says of it, and what it has staged, stored and failed to store."""
+        overlay = self._get(arguments)
+        return {**info_json(self._overlays, overlay.info), **overlay.status()}
+
+    def diff(self, arguments: Json) -> Json:
+        """name. Answers as `LayerDiff.as_json`, and with the base."""
+        overlay = self._get(arguments)
+        found = layer_diff(overlay.layer, overlay.base_root)
+        return {"name": overlay.name, "base": overlay.info.base, **found.as_json()}
+
+    def commit(self, arguments: Json) -> Json:
+        """name, as (the snapshot's name, by default the overlay's), allow (also a dry run). Answers with path, number,
+        new (whether there was no such version before), files and bytes of the version."""
+        overlay = self._get(arguments)
+        wanted = argument(arguments, "as", str, None)
+        before = _numbers(overlay, wanted or overlay.name)
+        version = overlay.commit(wanted, allow=argument(arguments, "allow", bool, False))
+        return {**version_json(version), "new": version.number not in before}
+
+    def flush(self, arguments: Json) -> Json:
+        """name. Answers when all that was written to it is encoded and durable."""
+        self._get(arguments).flush()
+        return {}
+
+    def discard(self, arguments: Json) -> Json:
+        """name, force (though files in it are open)."""
+        self._discard(argument(arguments, "name", str), argument(arguments, "force", bool, False))
+        return {}
+
+    def rename(self, arguments: Json) -> Json:
+        """name, new."""
+        self._rename(argument(arguments, "name", str), argument(arguments, "new", str))
+        return {}
+
+    def rebase(self, arguments: Json) -> Json:
+        """name, onto (a base as of `create`; by default the newest version of the base's name). Answers with name,
+        base, and conflicts: path, what, and `base`, the path in a mount of what the base has there, or None."""
+        overlay = self._get(arguments)
+        found: list[Rebased] = []
+
+        def merge(before: ObjectId, ours: ObjectId) -> ObjectId:
+            with overlay.store.ingest() as ingest:
+                found.append(rebase(Directories(overlay.store, ingest), before, ours, base.root))
+                ingest.complete([(Kind.DIRECTORY, found[-1].root)])
+                return found[-1].root
+
+        with self._overlays.base_of(argument(arguments, "onto", str, None) or _newest(overlay)) as base:
+            overlay.rebase(base, merge)
+        self._overlays.on_change(overlay.name)
+        conflicts = [
+            {"path": os.fsdecode(path), "what": str(kind), "base": _place(base.version, path, kind)}
+            for path, kind in found[-1].conflicts.items()
+        ]
+        return {"name": overlay.name, "base": overlay.info.base, "conflicts": conflicts}
+
+    def _get(self, arguments: Json) -> Overlay:
+        return self._overlays.get(argument(arguments, "name", str))
+
+
+def info_json(overlays: Overlays, info: OverlayInfo) -> dict[str, Any]:
+    """JSON values of what is known of an overlay without opening it."""
+    return {
+        "name": info.name,
+        "base": info.base,
+        "created_ns": info.created_ns,
+        "quota": info.quota,
+        "ephemeral": info.ephemeral,
+        "dry_run": info.dry_run,
+        "owner": dict(info.owner),
+        "holder": layer_holder(overlays.store.path / LAYERS / info.layer),
+    }
+
+
+def version_json(version: Version) -> dict[str, Any]:
+    """JSON values of a version: path, number, files, bytes."""
+    counts = {key: version.metadata.get(key) for key in ("files", "bytes")}
+    return {"path": version.path, "number": version.number, **counts}
+
+
+def _numbers(overlay: Overlay, name: str) -> set[int]:
+    return {version.number for version in overlay.store.names().versions(name.strip("/"))}
+
+
+def _newest(overlay: Overlay) -> str:
+    """The base that an overlay is put onto when nobody says which."""
+    path = overlay.info.base_path
+    if path is None:
+        stands = f"stands on {overlay.info.base}" if overlay.info.base else "stands on nothing"
+        raise UsageError(f"overlay {overlay.name} {stands}, which has no newer version: say what to put it onto")
+    if path not in overlay.store.names().bound():
+        raise NotFoundError(f"{path}, on which overlay {overlay.name} stands, was removed: say what to put it onto")
+    return path
+
+
+def _place(version: Version | None, path: bytes, kind: Conflict) -> str | None:
+    """Where a mount shows what the base has at a path."""
+    if version is None or kind is Conflict.REMOVED_THERE:
+        return None
+    return f"@versions/{version.path}/{version.number}/{os.fsdecode(path)}"
