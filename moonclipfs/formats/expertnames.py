@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -35,7 +36,6 @@ class Spot(NamedTuple):
     expert: int = -1
 
 
-_EXPERTS = "experts"
 _WRAPPERS = ("local_experts", "deepspeed_experts")
 """Modules between `experts` and the number of one: Megatron's and DeepSpeed's."""
 _NUMBER = re.compile(r"(?:expert_)?([0-9]{1,9})")
@@ -43,34 +43,34 @@ _COUNTED = frozenset({"layers", "layer", "blocks", "block", "blk", "h"})
 """What a layer's number follows."""
 _GGUF_STACK = re.compile(r"(ffn_(?:gate|up|down|gate_up))_exps")
 _GGUF_ONE = re.compile(r"ffn_(?:gate|up|down)")
-_LINEARS = ("input_linear", "output_linear")
-_LINEAR_MODULES = ("block_sparse_moe", "mlp")
-_FLAT_PARTS = (["mlp", "w1"], ["mlp", "v1"], ["mlp", "w2"])
-_ROUTER = ["router", "layer", "weight"]
+_LINEAR = re.compile(r"(.+\.(?:block_sparse_moe|mlp))\.((?:input|output)_linear\..+)")
+_FLAT_PARTS = ("mlp.w1", "mlp.v1", "mlp.w2")
+_ROUTER = ".router.layer.weight"
 _PLAIN = _COUNTED | {
     "model", "models", "module", "transformer", "language_model", "text_model", "base_model", "backbone", "gpt_neox",
     "state_dict", "_orig_mod", "_fsdp_wrapped_module",
 }  # fmt: skip
 """Words before a layer's number that tell nothing apart."""
+_PLACES = 4096
+"""Modules whose layer is remembered."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 def spot(name: str) -> Spot | None:
     """Return what `name` says, None when it says nothing certain."""
-    parts = name.split(".")
-    if parts[0] == "blk":
-        return _gguf(parts)
-    if _EXPERTS in parts:
-        at = parts.index(_EXPERTS)
-        place = _place(parts[: at + 1])
-        return None if place is None else _in_module(*place, parts[at + 1 :])
-    if parts[-3:] == _ROUTER and len(parts) > 3:
-        place = _place([*parts[:-3], _EXPERTS])
+    if name.startswith("blk."):
+        return _gguf(name.split("."))
+    before, found, after = name.partition(".experts.")
+    if found:
+        place = _place(before)
+        return None if place is None else _in_module(*place, after)
+    if name.endswith(_ROUTER):
+        place = _place(name.removesuffix(_ROUTER))
         return None if place is None else Spot(Shape.ROUTER, *place, "")
-    for at in range(len(parts) - 2, 0, -1):
-        if parts[at] in _LINEARS and parts[at - 1] in _LINEAR_MODULES:
-            place = _place(parts[:at])
-            return None if place is None else Spot(Shape.STACK, *place, ".".join(parts[at:]))
+    linear = _LINEAR.fullmatch(name)
+    if linear is not None:
+        place = _place(linear[1])
+        return None if place is None else Spot(Shape.STACK, *place, linear[2])
     return None
 
 
@@ -88,17 +88,18 @@ def directory_name(group: str, layer: int, *, whole: bool = False) -> str:
     return name if _NAME.fullmatch(name) and not name.startswith(".") else ""
 
 
-def _in_module(group: str, layer: int, rest: list[str]) -> Spot | None:
+def _in_module(group: str, layer: int, after: str) -> Spot | None:
     """What follows `experts` in a name: the number of one and its part, or a part of all."""
-    if rest and rest[0] in _WRAPPERS:
-        rest = rest[1:]
-    if not rest:
-        return None
-    number = _NUMBER.fullmatch(rest[0])
+    head, _, rest = after.partition(".")
+    if head in _WRAPPERS:
+        after = rest
+        head, _, rest = after.partition(".")
+    number = _NUMBER.fullmatch(head)
     if number is not None:
-        part = ".".join(rest[1:])
-        return Spot(Shape.ONE, group, layer, part, int(number[1])) if part else None
-    return Spot(Shape.FLAT if rest in _FLAT_PARTS else Shape.STACK, group, layer, ".".join(rest))
+        return Spot(Shape.ONE, group, layer, rest, int(number[1])) if rest else None
+    if not after:
+        return None
+    return Spot(Shape.FLAT if after in _FLAT_PARTS else Shape.STACK, group, layer, after)
 
 
 def _gguf(parts: list[str]) -> Spot | None:
@@ -114,8 +115,10 @@ def _gguf(parts: list[str]) -> Spot | None:
     return None
 
 
-def _place(parts: list[str]) -> tuple[str, int] | None:
+@lru_cache(_PLACES)
+def _place(module: str) -> tuple[str, int] | None:
     """The group of a module, and its layer: the first number that follows a word for layers."""
+    parts = module.split(".")
     for at in range(1, len(parts)):
         if parts[at - 1] in _COUNTED and _is_number(parts[at]):
             return ".".join([*parts[:at], "*", *parts[at + 1 :]]), int(parts[at])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from moonclipfs import limits
@@ -111,7 +111,7 @@ def _find(file: str, layout: Layout) -> Iterator[_Found]:
     ones = [one for one in found if one.spot.shape is Shape.ONE]
     if len({(*one.spot[1:3], one.spot.expert) for one in ones}) == 1:
         for one in ones:
-            yield one._replace(spot=one.spot._replace(layer=int(match[1]), expert=int(match[2])))
+            yield one._replace(spot=one.spot._replace(group="*", layer=int(match[1]), expert=int(match[2])))
 
 
 def _of_one_model(found: list[_Found]) -> list[_Found]:
@@ -176,20 +176,24 @@ def _complete(ones: Mapping[int, Mapping[str, Component | None]]) -> Mapping[int
     """The experts that have all parts which others of their layer have. Where weights are of several dtypes, as some
     are quantised and some are not, those of one dtype are compared.
     """
+    alike: dict[tuple[tuple[str, DType | None], ...], list[int]] = defaultdict(list)
+    for number, parts in ones.items():
+        alike[tuple((name, None if part is None else part.dtype) for name, part in parts.items())].append(number)
     wanted: dict[tuple[str, DType | None], set[str]] = defaultdict(set)
     modules = set()
-    for parts in ones.values():
-        for name in parts:
+    for kinds in alike:
+        for name, _ in kinds:
             modules.add(_module_of(name))
-            wanted[_kind_of(name, parts)].add(name)
+            wanted[_kind_of(name, dict(kinds))].add(name)
     complete = {}
-    for number, parts in ones.items():
-        needed = set().union(*(wanted[_kind_of(name, parts)] for name in parts))
-        whole = [part for part in parts.values() if part is not None]
-        if needed == parts.keys() and {*map(_module_of, parts)} == modules and len(whole) == len(parts):
-            ordered = _ordered(whole)
-            if ordered is not None:
-                complete[number] = ordered
+    for kinds, numbers in alike.items():
+        dtypes = dict(kinds)
+        needed = set().union(*(wanted[_kind_of(name, dtypes)] for name in dtypes))
+        if needed == dtypes.keys() and {*map(_module_of, dtypes)} == modules:
+            for number in numbers:
+                ordered = _ordered(ones[number].values())
+                if ordered is not None:
+                    complete[number] = ordered
     return complete
 
 
@@ -197,20 +201,19 @@ def _module_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _kind_of(name: str, parts: Mapping[str, Component | None]) -> tuple[str, DType | None]:
+def _kind_of(name: str, dtypes: Mapping[str, DType | None]) -> tuple[str, DType | None]:
     module = _module_of(name)
-    weight = parts.get(f"{module}.weight")
-    return module, None if weight is None else weight.dtype
+    return module, dtypes.get(f"{module}.weight")
 
 
-def _ordered(parts: Iterable[Component]) -> Parts | None:
+def _ordered(parts: Collection[Component | None]) -> Parts | None:
     """The parts of an expert in the order of its file; None when a file cannot hold them."""
-    ordered = tuple(sorted(parts, key=lambda part: (-part.dtype.bits, part.name)))
+    ordered = tuple(sorted(filter(None, parts), key=lambda part: (-part.dtype.bits, part.name)))
     fit = all(
         part.name.isprintable() and part.name != safetensors.METADATA and len(part.shape) <= limits.DIMENSIONS
         for part in ordered
     )
-    return ordered if fit and len(ordered) <= limits.EXPERT_PARTS else None
+    return ordered if fit and len(parts) == len(ordered) <= limits.EXPERT_PARTS else None
 
 
 def _stacked(stacks: Mapping[str, _Found]) -> Mapping[int, Parts]:
@@ -225,7 +228,7 @@ def _stacked(stacks: Mapping[str, _Found]) -> Mapping[int, Parts]:
     experts = {}
     gated = _gated(stacks)
     for number in range(count):
-        parts: list[Component] = []
+        parts: list[Component | None] = []
         for name, one in stacks.items():
             part = _slice(name, one, number)
             parts += _halves(part, gated[name]) if name in gated else [part]
@@ -310,8 +313,9 @@ def _steps(tensor: Tensor) -> tuple[int, int]:
             return 0, 0
         expected *= size
     width = tensor.dtype.bits // 8
-    usable = tensor.dtype is not DType.BYTES and tensor.strides[0] >= expected
-    return (expected * width, tensor.strides[0] * width) if usable else (0, 0)
+    length, step = expected * width, tensor.strides[0] * width
+    inside = (tensor.shape[0] - 1) * step + length <= tensor.length
+    return (length, step) if inside and step >= length and tensor.dtype is not DType.BYTES else (0, 0)
 
 
 def _is_plain(tensor: Tensor, shape: tuple[int, ...], length: int) -> bool:
