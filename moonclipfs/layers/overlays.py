@@ -184,7 +184,7 @@ class Overlays:
             version = theirs.version
         self.on_change(name)
         place = "" if version is None else f"@versions/{version.path}/{version.number}/"
-        return [(os.fsdecode(path), str(why), place and place + os.fsdecode(path)) for path, why in conflicts.items()]
+        return [(os.fsdecode(path), str(why), _kept(place, path, why)) for path, why in conflicts.items()]
 
     def release(self, name: str) -> None:
         """Let go of an overlay that is open here, as it is: others may have it. Harmless for any other."""
@@ -276,3 +276,8 @@ class Overlays:
         finally:
             with self._lock:
                 self._relieving.discard(overlay)
+
+
+def _kept(place: str, path: bytes, why: Conflict) -> str:
+    """Where a mount shows what the base has at a path; `place` is where it shows the base, if it does."""
+    return place + os.fsdecode(path) if place and why is not Conflict.REMOVED_THERE else ""

@@ -4,45 +4,36 @@ opened the store itself. The answers are the same.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moonclipfs.errors import NotFoundError, UsageError
 from moonclipfs.layers.arguments import argument
-from moonclipfs.layers.merge import Directories
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlaydiff import layer_diff
 from moonclipfs.layers.overlays import Overlays
-from moonclipfs.layers.rebasing import Conflict, Rebased, rebase
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
 from moonclipfs.store.overlaydirs import OverlayInfo
-from moonclipfs.types import Kind, ObjectId, Version
+from moonclipfs.types import Version
 
 Json = Mapping[str, Any]
 Verb = Callable[[Json], Json]
 
 
-class OverlayVerbs:
-    """Answers for the overlays that one process has. Thread-safe; each verb may take long."""
+def verbs(overlays: Overlays) -> Mapping[str, Verb]:
+    """What is answered for the overlays that one process has, by name. Thread-safe; each may take long."""
+    return _Verbs(overlays).by_name
 
-    def __init__(
-        self,
-        overlays: Overlays,
-        *,
-        discard: Callable[[str, bool], None] | None = None,
-        rename: Callable[[str, str], None] | None = None,
-    ) -> None:
-        """`discard` (name, though files are open) and `rename` (from, to) are what a mount does, which has a kernel to
-        tell."""
+
+class _Verbs:
+    """The verbs: each takes and returns JSON values."""
+
+    def __init__(self, overlays: Overlays) -> None:
         self._overlays = overlays
-        self._discard = discard or (lambda name, force: overlays.discard(name))
-        self._rename = rename or overlays.rename
 
     @property
-    def verbs(self) -> Mapping[str, Verb]:
-        """By name."""
+    def by_name(self) -> Mapping[str, Verb]:
+        """The verbs."""
         return {
             "overlay_create": self.create,
             "overlay_list": self.list,
@@ -98,34 +89,21 @@ class OverlayVerbs:
         return {}
 
     def discard(self, arguments: Json) -> Json:
-        """name, force (though files in it are open)."""
-        self._discard(argument(arguments, "name", str), argument(arguments, "force", bool, False))
+        """name."""
+        self._overlays.discard(argument(arguments, "name", str))
         return {}
 
     def rename(self, arguments: Json) -> Json:
         """name, new."""
-        self._rename(argument(arguments, "name", str), argument(arguments, "new", str))
+        self._overlays.rename(argument(arguments, "name", str), argument(arguments, "new", str))
         return {}
 
     def rebase(self, arguments: Json) -> Json:
-        """name, onto (a base as of `create`; by default the newest version of the base's name). Answers with name,
-        base, and conflicts: path, what, and `base`, the path in a mount of what the base has there, or None."""
+        """name, base (as of `create`; by default the newest version of the base's name). Answers with name, base, and
+        conflicts: path, what, and `base`, the path in a mount of what the base has there, empty for nothing."""
         overlay = self._get(arguments)
-        found: list[Rebased] = []
-
-        def merge(before: ObjectId, ours: ObjectId) -> ObjectId:
-            with overlay.store.ingest() as ingest:
-                found.append(rebase(Directories(overlay.store, ingest), before, ours, base.root))
-                ingest.complete([(Kind.DIRECTORY, found[-1].root)])
-                return found[-1].root
-
-        with self._overlays.base_of(argument(arguments, "onto", str, None) or _newest(overlay)) as base:
-            overlay.rebase(base, merge)
-        self._overlays.on_change(overlay.name)
-        conflicts = [
-            {"path": os.fsdecode(path), "what": str(kind), "base": _place(base.version, path, kind)}
-            for path, kind in found[-1].conflicts.items()
-        ]
+        found = self._overlays.rebase(overlay.name, argument(arguments, "base", str, None))
+        conflicts = [{"path": path, "what": what, "base": place} for path, what, place in found]
         return {"name": overlay.name, "base": overlay.info.base, "conflicts": conflicts}
 
     def _get(self, arguments: Json) -> Overlay:
@@ -154,21 +132,3 @@ def version_json(version: Version) -> dict[str, Any]:
 
 def _numbers(overlay: Overlay, name: str) -> set[int]:
     return {version.number for version in overlay.store.names().versions(name.strip("/"))}
-
-
-def _newest(overlay: Overlay) -> str:
-    """The base that an overlay is put onto when nobody says which."""
-    path = overlay.info.base_path
-    if path is None:
-        stands = f"stands on {overlay.info.base}" if overlay.info.base else "stands on nothing"
-        raise UsageError(f"overlay {overlay.name} {stands}, which has no newer version: say what to put it onto")
-    if path not in overlay.store.names().bound():
-        raise NotFoundError(f"{path}, on which overlay {overlay.name} stands, was removed: say what to put it onto")
-    return path
-
-
-def _place(version: Version | None, path: bytes, kind: Conflict) -> str | None:
-    """Where a mount shows what the base has at a path."""
-    if version is None or kind is Conflict.REMOVED_THERE:
-        return None
-    return f"@versions/{version.path}/{version.number}/{os.fsdecode(path)}"
