@@ -191,6 +191,12 @@ class Version:
     removed: int = 0
     removed_ns: int = 0
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in its line: where it was bound, or what it stands in for, as a thinned one does."""
+        earlier = self.metadata.get("in_place_of")
+        return (earlier if isinstance(earlier, int) else self.sequence), self.sequence
+
 
 _STEP = re.compile(r"(\d+)")
 

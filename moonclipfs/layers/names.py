@@ -147,7 +147,7 @@ def _version(leaf: Leaf) -> Version:
 
 def _newest(names: Children) -> Version | None:
     complete = [leaf for leaf in names.values() if isinstance(leaf, Version) and not leaf.metadata.get("incomplete")]
-    return max(complete, key=lambda version: version.sequence, default=None)
+    return max(complete, key=lambda version: version.order, default=None)
 
 
 def _ancestors(path: bytes) -> Iterator[bytes]:

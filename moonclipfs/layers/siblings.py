@@ -20,7 +20,7 @@ def siblings(names: Names, path: bytes) -> list[Version]:
         above, _, last = path_bytes(other).rpartition(b"/")
         if above == parent and last != name and masked(last) == masked(name) and not version.metadata.get("incomplete"):
             found.append(version)
-    return sorted(found, key=lambda version: version.sequence)[-limits.SIBLINGS :]
+    return sorted(found, key=lambda version: version.order)[-limits.SIBLINGS :]
 
 
 def sibling_files(store: Store, path: bytes) -> list[set[str]]:

@@ -273,7 +273,7 @@ class _Add:
             return own[-1]
         parent = path.rpartition("/")[0]
         siblings = (version for version in names.all_versions() if version.path.rpartition("/")[0] == parent)
-        return max(siblings, key=lambda version: version.sequence, default=None)
+        return max(siblings, key=lambda version: version.order, default=None)
 
     def _file_of(self, version: Version | None, path: bytes) -> Previous | None:
         """The file at `path` in a version, if there is one."""

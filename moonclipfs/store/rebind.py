@@ -11,7 +11,7 @@ from moonclipfs.store.store import Store
 from moonclipfs.store.target import locate
 from moonclipfs.types import Version
 
-_MARKS = ("automatic", "capture", "restored", "cloned")
+_MARKS = ("automatic", "capture", "restored", "cloned", "in_place_of")
 """Metadata that is told anew: what a person binds is not automatic, so that it is kept until it is forgotten."""
 
 
@@ -44,6 +44,11 @@ def clone(store: Store, source: str, target: str) -> Version:
     return _bind(store, place.version, check_path(target.strip("/")), "cloned", replace=False)
 
 
+def new_metadata(version: Version) -> dict[str, object]:
+    """What the metadata of a version says of its content: that of another version with the same one."""
+    return {key: value for key, value in version.metadata.items() if key not in _MARKS}
+
+
 def _old_version(names: Names, name: str, number: int | None) -> Version:
     kept = names.versions(name)
     if not kept:
@@ -70,9 +75,6 @@ def _bind(store: Store, version: Version, target: str, how: str, *, replace: boo
         if not replace and target in names.bound():
             raise ExistsError(f"{target} is there already: choose another name, or remove it first")
 
-    metadata: Mapping[str, object] = {
-        **{key: value for key, value in version.metadata.items() if key not in _MARKS},
-        how: f"{version.path}@{version.number}",
-    }
+    metadata: Mapping[str, object] = {**new_metadata(version), how: f"{version.path}@{version.number}"}
     with store.ingest() as ingest:
         return ingest.publish(target, version.root, metadata, check)

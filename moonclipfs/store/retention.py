@@ -116,7 +116,7 @@ def plan(names: Names, rules: Rules, held: Mapping[Key, Sequence[str]] | None = 
     name that is pinned; NotFoundError for a name or a pin that no version has.
     """
     _check(rules)
-    versions = sorted(names.all_versions(), key=lambda version: version.sequence)
+    versions = sorted(names.all_versions(), key=lambda version: version.order)
     _check_names(versions, rules)
     pinned = _select(versions, rules.pinned)
     chosen = _select(versions, rules.names) if rules.names else versions
