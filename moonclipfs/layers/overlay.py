@@ -87,11 +87,11 @@ class Overlay:
         _require_writable(store)
         check_overlay_name(name)
         now_ns = time.time_ns()
-        path, number = (None, None) if base.version is None else (base.version.path, base.version.number)
+        owner = {**_ourselves(mountpoint), **(owner or {})}
         info = OverlayInfo(
-            name, new_layer_name(), base.label, path, number, base.root, now_ns, quota, ephemeral, dry_run,
-            {**_ourselves(mountpoint), **(owner or {})},
-        )  # fmt: skip
+            name, new_layer_name(), created_ns=now_ns, quota=quota, ephemeral=ephemeral, dry_run=dry_run, owner=owner
+        )
+        info = _standing_on(info, base)
         with naming(store.backend):
             require_free(store.path, name)
             fixed = Fixed(new_record(base, info, now_ns), caches)
@@ -245,8 +245,7 @@ class Overlay:
         """Journal another base, unless something was changed since what it shows was frozen."""
         layer, based = self.layer, self.layer.state.based
         assert based is not None
-        path, number = (None, None) if base.version is None else (base.version.path, base.version.number)
-        info = replace(self.info, base=base.label, base_path=path, base_number=number, base_root=base.root)
+        info = _standing_on(self.info, base)
         with layer.lock:
             if layer.root.below > frozen.counter:
                 return False
@@ -322,6 +321,14 @@ def _require_no_writers(name: str, layer: Layer) -> None:
     """Under the lock."""
     if any(inode.writers for inode in layer.state.own.values()):
         raise BusyError(f"overlay {name} has files that are open for writing: close them first")
+
+
+def _standing_on(info: OverlayInfo, base: BaseOf) -> OverlayInfo:
+    one = base.version
+    path, number, sequence = (None, None, None) if one is None else (one.path, one.number, one.sequence)
+    return replace(
+        info, base=base.label, base_root=base.root, base_path=path, base_number=number, base_sequence=sequence
+    )
 
 
 def _require_writable(store: Store) -> None:

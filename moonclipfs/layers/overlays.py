@@ -166,9 +166,7 @@ class Overlays:
         Raises NotFoundError, BusyError while files of it are open for writing.
         """
         overlay = self.get(name)
-        text = base if base is not None else overlay.info.base_path
-        if text is None:
-            raise UsageError(f"overlay {name} stands on no snapshot: say which base it is to have")
+        text = base if base is not None else self._snapshot_of(overlay)
         conflicts: Mapping[bytes, Conflict] = {}
 
         def merge(before: ObjectId, ours: ObjectId) -> ObjectId:
@@ -224,6 +222,14 @@ class Overlays:
             return of_directory(self.live.layer, self.live.encoder, text, "/" + text.strip("/"))
         except NotFoundError:
             raise missing from None
+
+    def _snapshot_of(self, overlay: Overlay) -> str:
+        """The snapshot that an overlay stands on a version of, wherever it was moved."""
+        info = overlay.info
+        if info.base_path is None:
+            raise UsageError(f"overlay {overlay.name} stands on no snapshot: say which base it is to have")
+        versions = self.store.names().all_versions()
+        return next((one.path for one in versions if one.sequence == info.base_sequence), info.base_path)
 
     def _require_room(self) -> None:
         if len(self._open) >= limits.OVERLAYS_OPEN:

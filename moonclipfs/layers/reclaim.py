@@ -14,6 +14,7 @@ from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError
 from moonclipfs.store import forget, reserve
 from moonclipfs.store.gc import collect, preview
 from moonclipfs.store.log import Names
+from moonclipfs.store.overlaydirs import pinned_versions
 from moonclipfs.store.store import Store
 from moonclipfs.types import Version
 
@@ -35,7 +36,7 @@ def reclaim(store: Store, arguments: Mapping[str, Any]) -> dict[str, int]:
     and `packs`, what all packs take.
     """
     asked = {(os.fsdecode(path), number) for path, number in arguments["forget"]}
-    versions = [(one.path, one.number) for one in _removed(store.names()) if (one.path, one.number) in asked]
+    versions = [(one.path, one.number) for one in _removed(store) if (one.path, one.number) in asked]
     if arguments.get("preview"):
         dead, freed = preview(store), preview(store, versions, pressed=True)
         return {
@@ -93,7 +94,8 @@ class Reclaimer:
             self.make_room(wanted)
         with self._lock:
             names = self._layer.store.log.names
-            if expired := [one for one in _removed(names) if self._is_expired(one)]:
+            removed = _removed(self._layer.store, names)
+            if expired := [one for one in removed if self._is_expired(one)]:
                 self._forget_dropped(names)
                 self._call(expired)
             elif now >= self._again_at:
@@ -159,14 +161,14 @@ class Reclaimer:
         """What to forget, step by step: nothing, one version, two, four, ... the first removed first."""
         yield []
         count = 1
-        while left := sorted(_removed(self._layer.store.names()), key=lambda one: (one.removed, one.sequence)):
+        while left := sorted(_removed(self._layer.store), key=lambda one: (one.removed, one.sequence)):
             yield left[:count]
             count *= 2
 
     def _estimate(self, names: Names, now: float) -> None:
         started = time.monotonic()
         self._forget_dropped(names, self._low_mark())
-        answer = self._encoder.call("reclaim", forget=_keys(_removed(names)), preview=True)
+        answer = self._encoder.call("reclaim", forget=_keys(_removed(self._layer.store, names)), preview=True)
         self._rest_until = now + _REST * (time.monotonic() - started)
         self.reclaimable = answer["freed"]
         if answer["dead"] >= max(limits.RECLAIM_BYTES, limits.RECLAIM_SHARE * answer["packs"]):
@@ -180,7 +182,8 @@ class Reclaimer:
         """Write the journal anew if it names `least` bytes that no file of the layer needs any more, or a removed
         snapshot: they are kept until then.
         """
-        state = self._layer.files.jobs.dropped, max((one.removed for one in _removed(names)), default=0)
+        removed = _removed(self._layer.store, names)
+        state = self._layer.files.jobs.dropped, max((one.removed for one in removed), default=0)
         before = self._clean
         if before is not None and state[0] - before[0] < least and state[1] == before[1]:
             return
@@ -223,8 +226,12 @@ class Reclaimer:
         return min(limits.LOW_SPACE_BYTES, int(disk.f_blocks * disk.f_frsize * limits.LOW_SPACE_SHARE))
 
 
-def _removed(names: Names) -> list[Version]:
-    return [one for one in names.all_versions() if one.removed and (one.path, one.number) not in names.pins()]
+def _removed(store: Store, names: Names | None = None) -> list[Version]:
+    """The versions that may be forgotten: removed, not pinned, and no overlay stands on them."""
+    names = store.names() if names is None else names
+    pins, found = names.pins(), [one for one in names.all_versions() if one.removed]
+    held = pinned_versions(store.path, names) if found else {}
+    return [one for one in found if (key := (one.path, one.number)) not in pins and key not in held]
 
 
 def _keys(versions: Iterable[Version]) -> list[tuple[bytes, int]]:

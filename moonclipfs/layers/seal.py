@@ -33,6 +33,7 @@ from moonclipfs.layers.openunits import (
 )
 from moonclipfs.layers.records import Sealed
 from moonclipfs.store.log import Names
+from moonclipfs.store.overlaydirs import pinned_versions
 from moonclipfs.types import NO_ID, Kind, Version
 
 if TYPE_CHECKING:
@@ -305,7 +306,12 @@ class Sealer:
     def _forget_old(self, version: Version) -> None:
         """Of the automatic versions of a name, keep the last ones only."""
         names = self._layer.store.names()
-        kept = [one for one in names.versions(version.path) if (one.path, one.number) not in names.pins()]
+        held = pinned_versions(self._layer.store.path, names)
+        kept = [
+            one
+            for one in names.versions(version.path)
+            if (key := (one.path, one.number)) not in names.pins() and key not in held
+        ]
         automatic = [one.number for one in kept if one.metadata.get("automatic") and not one.removed]
         if old := automatic[: -self._keep]:
             try:

@@ -10,6 +10,7 @@ from moonclipfs.errors import CorruptError, NoSpaceError
 from moonclipfs.store import reserve
 from moonclipfs.store.gc import GcReport, collect, preview
 from moonclipfs.store.log import Names
+from moonclipfs.store.overlaydirs import pinned_versions
 from moonclipfs.store.retention import Key, Plan, Rules, plan
 from moonclipfs.store.store import Store
 from moonclipfs.store.survey import Survey
@@ -48,7 +49,8 @@ def forget(
 
 def held(store: Store) -> dict[Key, list[str]]:
     """What keeps versions beside the log and any rules, each with its reasons."""
-    return {}
+    overlays = pinned_versions(store.path, store.log.names).items()
+    return {key: [f"overlay {name} stands on it" for name in names] for key, names in overlays}
 
 
 def retain(store: Store, rules: Rules) -> Plan:

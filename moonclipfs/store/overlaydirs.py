@@ -26,6 +26,7 @@ from moonclipfs.store import ofd
 from moonclipfs.store.backend import LocalBackend, mode_of_files, os_errors
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import LayerLock, check_layer_name, layer_names
+from moonclipfs.store.log import Names
 from moonclipfs.store.target import close_names
 from moonclipfs.types import NO_ID, ObjectId
 
@@ -44,7 +45,8 @@ class OverlayInfo:
     """What is known of an overlay without opening it. `layer` is the name of its layer directory.
 
     `base` is what it stands on, as a person is told: `run/ck-1@2`, `overlay x`, `/path`, or nothing. `base_path` and
-    `base_number` name the version, if it is one, `base_root` is its directory object. `quota` is in bytes. `owner`
+    `base_number` name the version, if it is one, and `base_sequence` is the log record that bound it; `base_root` is
+    the directory object. `quota` is in bytes. `owner`
     says who an ephemeral overlay belongs to (pid, host, mountpoint), for messages.
     """
 
@@ -53,6 +55,7 @@ class OverlayInfo:
     base: str = ""
     base_path: str | None = None
     base_number: int | None = None
+    base_sequence: int | None = None
     base_root: ObjectId = NO_ID
     created_ns: int = 0
     quota: int | None = None
@@ -128,13 +131,16 @@ def find_overlay(root: Path, name: str) -> OverlayInfo:
         ) from None
 
 
-def pinned_versions(root: Path) -> Mapping[tuple[str, int], list[str]]:
-    """The versions, by path and number, that overlays stand on, and the names of these."""
-    found: dict[tuple[str, int], list[str]] = {}
+def pinned_versions(root: Path, names: Names) -> Mapping[tuple[str, int], list[str]]:
+    """The versions, by path and number, that overlays stand on, wherever they were moved, and the names of these."""
+    standing: dict[int, list[str]] = {}
     for info in overlay_infos(root):
-        if info.base_path is not None and info.base_number is not None:
-            found.setdefault((info.base_path, info.base_number), []).append(info.name)
-    return found
+        if info.base_sequence is not None:
+            standing.setdefault(info.base_sequence, []).append(info.name)
+    if not standing:
+        return {}
+    versions = names.all_versions()
+    return {(one.path, one.number): standing[one.sequence] for one in versions if one.sequence in standing}
 
 
 def _read(root: Path, name: str) -> OverlayInfo:
