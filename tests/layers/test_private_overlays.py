@@ -66,6 +66,7 @@ def shown(overlay: Overlay) -> dict[str, bytes]:
 
 
 def test_an_overlay_over_a_base_store_that_is_only_read(tmp_path: Path, base: Path) -> None:
+    """An overlay in a private store costs what changed; of the base store no byte, mode or time changes."""
     before = digests(base)
     with overlays(tmp_path / "state", base) as found:
         overlay = found.create("x", "run/1")
@@ -95,6 +96,7 @@ def test_an_overlay_over_a_base_store_that_is_only_read(tmp_path: Path, base: Pa
 
 
 def test_an_overlay_is_committed_into_the_base_store_and_stands_alone_there(tmp_path: Path, base: Path) -> None:
+    """Committing into a store copies what it lacks, and nothing the second time; the overlay stays usable."""
     with overlays(tmp_path / "state", base) as found:
         overlay = found.create("x", "run/1")
         work(overlay)
@@ -126,6 +128,7 @@ def test_an_overlay_is_committed_into_a_store_that_knows_nothing(tmp_path: Path,
 
 
 def test_a_dry_run_is_not_committed_into_a_store_by_accident(tmp_path: Path, base: Path) -> None:
+    """A dry run is not committed into another store by accident."""
     with overlays(tmp_path / "state", base) as found, Store.create(tmp_path / "other") as target:
         overlay = found.create("x", "run/1", dry_run=True)
         work(overlay)
@@ -139,6 +142,7 @@ def test_a_dry_run_is_not_committed_into_a_store_by_accident(tmp_path: Path, bas
 def test_a_base_store_that_vanished_is_named_and_an_eio(
     tmp_path: Path, base: Path, expect_log: Callable[[str], None]
 ) -> None:
+    """A base store that vanished is EIO, and named; what does not need it is read on."""
     with overlays(tmp_path / "state", base) as found:
         overlay = found.create("x", "run/1")
         (LayerPath(overlay) / "new").write_bytes(noise(3))
@@ -156,7 +160,10 @@ def test_a_base_store_that_vanished_is_named_and_an_eio(
 
 
 def test_a_base_version_that_was_forgotten_is_reported_not_read_as_empty(tmp_path: Path, base: Path) -> None:
-    """A private store cannot pin: what was forgotten there, and collected, is an error that names it."""
+    """A base version that was forgotten in the base store is reported, not read as empty.
+
+    A private store cannot pin: what was forgotten there, and collected, is an error that names it.
+    """
     with overlays(tmp_path / "state", base) as found:
         found.create("x", "run/1")
     with Store.open(base, write=True) as other:
@@ -186,6 +193,7 @@ with overlays(Path(sys.argv[1]), Path(sys.argv[2])) as found:
 def test_a_kill_leaves_the_base_store_as_it_was_and_the_overlay_as_it_was_synced(
     tmp_path: Path, base: Path, when: str
 ) -> None:
+    """A kill at any moment leaves the base store as it was, and the overlay as it was synced."""
     before = digests(base)
     command = [sys.executable, "-c", CHILD, str(tmp_path / "state"), str(base), when]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
