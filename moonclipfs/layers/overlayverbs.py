@@ -5,15 +5,18 @@ opened the store itself. The answers are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from moonclipfs.layers.arguments import argument
+from moonclipfs.layers.carrying import commit_into
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlaydiff import layer_diff
 from moonclipfs.layers.overlays import Overlays
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
 from moonclipfs.store.overlaydirs import OverlayInfo
+from moonclipfs.store.store import Store
 from moonclipfs.types import Version
 
 Json = Mapping[str, Any]
@@ -57,16 +60,16 @@ class _Verbs:
             dry_run=argument(arguments, "dry_run", bool, False),
             owner=argument(arguments, "owner", dict, None),
         )
-        return info_json(self._overlays, overlay.info)
+        return info_json(overlay.store.path, overlay.info)
 
     def list(self, _: Json) -> Json:
         """overlays: name, base, created_ns, quota, ephemeral, dry_run, owner, and holder, who has it open or None."""
-        return {"overlays": [info_json(self._overlays, info) for info in self._overlays.infos()]}
+        return {"overlays": [info_json(self._overlays.store.path, info) for info in self._overlays.infos()]}
 
     def status(self, arguments: Json) -> Json:
         """name. Answers with what `list` says of it, and what it has staged, stored and failed to store."""
         overlay = self._get(arguments)
-        return {**info_json(self._overlays, overlay.info), **overlay.status()}
+        return {**info_json(overlay.store.path, overlay.info), **overlay.status()}
 
     def diff(self, arguments: Json) -> Json:
         """name. Answers as `LayerDiff.as_json`, and with the base."""
@@ -75,12 +78,19 @@ class _Verbs:
         return {"name": overlay.name, "base": overlay.info.base, **found.as_json()}
 
     def commit(self, arguments: Json) -> Json:
-        """name, as (the snapshot's name, by default the overlay's), allow (also a dry run). Answers with path, number,
-        new (whether there was no such version before), files and bytes of the version."""
+        """name, as (the snapshot's name, by default the overlay's), into (the path of another store, for the snapshot
+        to be there), allow (also a dry run). Answers with path, number, new (whether there was no such version
+        before), files and bytes of the version."""
         overlay = self._get(arguments)
-        wanted = argument(arguments, "as", str, None)
-        before = _numbers(overlay, wanted or overlay.name)
-        version = overlay.commit(wanted, allow=argument(arguments, "allow", bool, False))
+        wanted, allow = argument(arguments, "as", str, None), argument(arguments, "allow", bool, False)
+        into = argument(arguments, "into", str, None)
+        if into is None:
+            before = _numbers(overlay.store, wanted or overlay.name)
+            version = overlay.commit(wanted, allow=allow)
+        else:
+            with Store.open(into, write=True, purpose="overlay commit") as target:
+                before = _numbers(target, wanted or overlay.name)
+                version = commit_into(overlay, target, wanted, allow=allow)
         return {**version_json(version), "new": version.number not in before}
 
     def flush(self, arguments: Json) -> Json:
@@ -110,7 +120,7 @@ class _Verbs:
         return self._overlays.get(argument(arguments, "name", str))
 
 
-def info_json(overlays: Overlays, info: OverlayInfo) -> dict[str, Any]:
+def info_json(store: Path, info: OverlayInfo) -> dict[str, Any]:
     """JSON values of what is known of an overlay without opening it."""
     return {
         "name": info.name,
@@ -120,7 +130,7 @@ def info_json(overlays: Overlays, info: OverlayInfo) -> dict[str, Any]:
         "ephemeral": info.ephemeral,
         "dry_run": info.dry_run,
         "owner": dict(info.owner),
-        "holder": layer_holder(overlays.store.path / LAYERS / info.layer),
+        "holder": layer_holder(store / LAYERS / info.layer),
     }
 
 
@@ -130,5 +140,5 @@ def version_json(version: Version) -> dict[str, Any]:
     return {"path": version.path, "number": version.number, **counts}
 
 
-def _numbers(overlay: Overlay, name: str) -> set[int]:
-    return {version.number for version in overlay.store.names().versions(name.strip("/"))}
+def _numbers(store: Store, name: str) -> set[int]:
+    return {version.number for version in store.names().versions(name.strip("/"))}
