@@ -49,8 +49,8 @@ class ExpertTiers:
 
     One expert is held even if it alone is larger. `prefetch` threads read ahead what `prefetch()` names; with 0, none
     does. An expert that leaves RAM is written to its file if its bytes differ from what is there; one that cannot be
-    written stays in RAM, and the error reaches whoever needed its place. Over a store that is open for reading only,
-    `put` of anything but what the file holds raises ReadOnlyError.
+    written stays in RAM, and whoever needed its place gets the error: what was to be `put` is not taken then. Over a
+    store that is open for reading only, `put` of anything but what the file holds raises ReadOnlyError.
 
     Thread-safe. Counters: `reads` of files and `hits` in RAM, `evictions`, `writebacks`, `bytes_read` and
     `bytes_written` of tensors, and `stall_s`, the seconds that `fetch` and `put` waited for files.
@@ -116,11 +116,7 @@ class ExpertTiers:
                 self._require_same(expert, held)
                 held.put = False
             self.store.check_unused(expert)
-            with self._changed:
-                while expert in self._reading:  # else what is read now would hide this when it has left RAM
-                    self._changed.wait()
-                self._insert(expert, held)
-            self._trim()
+            self._admit(expert, held)
 
     def create(self, tensors: Mapping[str, torch.Tensor], layer: int | None = None) -> ExpertId:
         """Write a new expert to its file, hold it in RAM, and return its number."""
@@ -128,8 +124,7 @@ class ExpertTiers:
             expert = self.store.create(tensors, layer)
             with self._changed:
                 self.bytes_written += _bytes_of(tensors)
-                self._insert(expert, _Held.of({name: one.detach().cpu() for name, one in tensors.items()}, put=False))
-            self._trim()
+            self._admit(expert, _Held.of({name: one.detach().cpu() for name, one in tensors.items()}, put=False))
         return expert
 
     def delete(self, expert: ExpertId) -> None:
@@ -212,12 +207,11 @@ class ExpertTiers:
             with self._changed:
                 self.reads += 1
                 self.bytes_read += read.nbytes
-                self._insert(expert, read)
+            self._admit(expert, read, is_read=True)
         finally:
             with self._changed:
                 self._reading.discard(expert)
                 self._changed.notify_all()
-        self._trim()
         return dict(read.tensors)
 
     def _read_ahead(self, expert: ExpertId) -> None:
@@ -229,37 +223,44 @@ class ExpertTiers:
             with self._changed:
                 self._queued.discard(expert)
 
-    def _insert(self, expert: ExpertId, held: _Held) -> None:
-        self._remove(expert)
-        self._held[expert] = held
-        self._held_bytes += held.nbytes
-
     def _remove(self, expert: ExpertId) -> None:
         held = self._held.pop(expert, None)
         if held is not None:
             self._held_bytes -= held.nbytes
 
-    def _trim(self) -> None:
-        """Let the least recently used experts go until the rest fits, each written back first where it was changed."""
+    def _admit(self, expert: ExpertId, held: _Held, *, is_read: bool = False) -> None:
+        """Hold an expert in RAM. The least recently used ones go first, each written back where it was changed.
+
+        When one of these cannot be written, it stays, the expert is not taken, and the error is raised.
+        """
         while True:
             with self._changed:
-                if not self._is_over():
+                if not is_read and expert in self._reading:
+                    self._changed.wait()  # else what is read now, which is older, would replace this
+                    continue
+                others = [one for one in self._held if one != expert]
+                if not others or self._fits(expert, held):
+                    self._remove(expert)
+                    self._held[expert] = held
+                    self._held_bytes += held.nbytes
                     return
-                oldest = next((one for one in self._held if one not in self._writing), None)
+                oldest = next((one for one in others if one not in self._writing), None)
                 if oldest is None:
                     self._changed.wait()
                     continue
-                held = self._held[oldest]
-                if not held.may_differ:
+                leaving = self._held[oldest]
+                if not leaving.may_differ:
                     self._remove(oldest)
                     self.evictions += 1
                     continue
                 self._writing.add(oldest)
-            self._write_back(oldest, held)
+            self._write_back(oldest, leaving)
 
-    def _is_over(self) -> bool:
-        too_large = self.ram_bytes is not None and self._held_bytes > self.ram_bytes
-        return len(self._held) > 1 and (len(self._held) > self.ram_capacity or too_large)
+    def _fits(self, expert: ExpertId, held: _Held) -> bool:
+        before = self._held.get(expert)
+        count = len(self._held) + (before is None)
+        size = self._held_bytes + held.nbytes - (0 if before is None else before.nbytes)
+        return count <= self.ram_capacity and (self.ram_bytes is None or size <= self.ram_bytes)
 
     def _write_back(self, expert: ExpertId, held: _Held) -> None:
         """Write an expert that this thread has marked as being written, unless its file holds the same."""
