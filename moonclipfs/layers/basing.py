@@ -33,7 +33,8 @@ _ANCHOR = b"base"
 
 @dataclass(frozen=True, slots=True)
 class BaseOf:
-    """What an overlay is to stand on. `label` is for people; `version` is the snapshot, if it is one.
+    """What an overlay is to stand on. `label` is for people; `version` is the snapshot, if it is one, of the base store
+    of a private one if it is `foreign`: then nothing keeps it.
 
     `root` is a directory object, NO_ID for an empty base; None for `attributes` means those of a new directory.
     """
@@ -42,6 +43,7 @@ class BaseOf:
     root: ObjectId = NO_ID
     attributes: Attributes | None = None
     version: Version | None = None
+    foreign: bool = False
 
 
 class Worker(Protocol):
@@ -75,7 +77,7 @@ def of_version(store: Store, spec: str) -> BaseOf:
         if store.base is None:
             raise
         there = of_version(store.base, spec)
-        return replace(there, label=f"{there.label} of {store.base.path}", version=None)
+        return replace(there, label=f"{there.label} of {store.base.path}", foreign=True)
     attributes = store.root_entry(version).attributes
     return BaseOf(f"{version.path}@{version.number}", version.root, attributes, version)
 

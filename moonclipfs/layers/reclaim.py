@@ -155,7 +155,8 @@ class Reclaimer:
                 self._forget_dropped(self._layer.store.names())
             except NoSpaceError as error:
                 log.info("the journal goes on naming what was dropped: %s", error)
-            reserve.take(self._layer.store.path)
+            if self._layer.store.base is None:  # a private store has none
+                reserve.take(self._layer.store.path)
 
     def _steps(self) -> Iterator[list[Version]]:
         """What to forget, step by step: nothing, one version, two, four, ... the first removed first."""

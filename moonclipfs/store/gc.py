@@ -113,7 +113,7 @@ def collect(
             run.reserve_released = True
             return run.run(wait_seconds)
     finally:
-        reserve.take(store.path)
+        _take_reserve(store)
 
 
 @contextmanager
@@ -128,7 +128,12 @@ def open_to_reclaim(path: Path, purpose: str) -> Iterator[Store]:
         with store:
             yield store
     finally:
-        reserve.take(path)
+        _take_reserve(store)
+
+
+def _take_reserve(store: Store) -> None:
+    if store.base is None:  # a private store has none
+        reserve.take(store.path)
 
 
 def preview(store: Store, without: Collection[tuple[str, int]] = (), *, pressed: bool = False) -> GcReport:

@@ -253,3 +253,22 @@ def test_a_base_store_of_mode_0500(tmp_path: Path, base: Path, monkeypatch: pyte
         for path in (base, *base.rglob("*")):
             path.chmod(0o700)
     assert list((tmp_path / "state").glob("base-*.sqlite")), "the index of the base store lies here, then"
+
+
+def test_an_overlay_is_rebased_onto_a_newer_version_in_the_base_store(tmp_path: Path, base: Path) -> None:
+    with overlays(tmp_path / "state", base) as found:
+        work(found.create("x", "run/1"))
+        with Store.open(base, write=True) as other:
+            publish(other, "run/1", {**BASE, "n": noise(6), "m.safetensors": STEPS[2]})
+        before = digests(base)
+        conflicts = found.rebase("x")
+        assert [(path, place) for path, _, place in conflicts] == [
+            ("m.safetensors", "@versions/run/1/2/m.safetensors")
+        ], "where the base store keeps it"
+        assert shown(found.get("x")) == {**SHOWN, "n": noise(6)}
+        assert found.get("x").info.base == f"run/1@2 of {base}"
+        collect(found.store)
+        assert not (tmp_path / "state/reserve").exists()
+        assert digests(base) == before
+    with overlays(tmp_path / "state", base) as found:
+        assert shown(found.get("x")) == {**SHOWN, "n": noise(6)}
