@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from moonclipfs.errors import BusyError
 from moonclipfs.fuse.control import ControlServer
 from moonclipfs.fuse.liverefresh import LiveRefresher
 from moonclipfs.fuse.mounts import all_mounts
+from moonclipfs.fuse.overlaying import MountedOverlays
 from moonclipfs.fuse.prepare import MountOptions
 from moonclipfs.fuse.serving import Server
 from moonclipfs.fuse.writing import LiveOperations
 from moonclipfs.layers.live import Live, LiveOptions, default_layer
+from moonclipfs.layers.overlays import Overlays
 from moonclipfs.store.layerdirs import DIRECTORY, layer_holder
 
 log = logging.getLogger(__name__)
@@ -53,8 +55,15 @@ class LiveServer(Server):
         self._started = self._closed = False
         self.writing = LiveOperations(self.live, self.tree, self.holds, self.reads, self.store.path)
         self.operations = self.writing
+        self.overlays = Overlays(self.store, live=self.live, mountpoint=self.place)
+        self.mounted_overlays = MountedOverlays(self.overlays, self.writing)
+        self.writing.overlays = self.mounted_overlays.directory
         self.refresher = LiveRefresher(self.store, self.writing, self.holds)
-        self.verbs = {**self.live.verbs, "ended": self.ended}
+        self.verbs = {**self.live.verbs, **self.mounted_overlays.verbs, "status": self.status, "ended": self.ended}
+
+    def tasks(self) -> list[Callable[[], Awaitable[None]]]:
+        """As of any mount, and what discards overlays."""
+        return [*super().tasks(), self.mounted_overlays.run]
 
     async def answering(self) -> None:
         """Begin to encode and seal, unless the mount is gone again already."""
@@ -89,7 +98,7 @@ class LiveServer(Server):
             self.live.layer.close()
             return
         try:
-            self.problems = self.live.close()
+            self.problems = [*self.overlays.close(), *self.live.close()]
         except Exception as error:  # whoever unmounts is to know
             log.exception("closing the layer: unexpected error")
             self.problems = [f"unexpected error: {error!r}"]
@@ -98,6 +107,10 @@ class LiveServer(Server):
         for problem in self.problems:
             log.error("not everything is stored, and stays staged: %s", problem)
         self._ended.set()
+
+    def status(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of the live layer, and of the overlays that are open here."""
+        return {**self.live.status(), "overlays": [overlay.status() for overlay in self.overlays.opened()]}
 
     def ended(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
         """For `umount`: answers when everything is stored, with what could not be."""

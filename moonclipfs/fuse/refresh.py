@@ -114,14 +114,15 @@ class NameRefresher(Refresher):
             await trio.to_thread.run_sync(invalidate, known)
 
 
-def invalidate(names: Iterable[tuple[int, bytes]]) -> None:
-    """Make the kernel forget names, each with the inode number of its directory, and what it knows of these.
+def invalidate(names: Iterable[tuple[int, bytes]], files: Iterable[int] = ()) -> None:
+    """Make the kernel forget names, each with the inode number of its directory, and what it knows of these; and the
+    bytes of `files`, by their numbers.
 
     On a worker thread: the kernel may first wait for requests that the event loop has to answer.
     """
-    for inode in {inode for inode, _ in names}:
+    for inode, attr_only in {**{inode: True for inode, _ in names}, **dict.fromkeys(files, False)}.items():
         try:
-            pyfuse3.invalidate_inode(InodeT(inode), attr_only=True)
+            pyfuse3.invalidate_inode(InodeT(inode), attr_only=attr_only)
         except OSError:
             continue  # forgotten meanwhile
     for inode, name in names:

@@ -123,12 +123,19 @@ class ServedLayers:
             self.known[inode.number] = self.known.pop(inode.number)
         return chosen
 
-    def drop(self, served: Served) -> None:
-        """Know nothing of a layer any more: whatever the kernel still asks about it is ESTALE."""
+    def known_of(self, served: Served) -> list[Inode]:
+        """What the kernel knows of a layer beside the live one."""
+        return [self.known[number] for number, one in self.beside.items() if one is served]
+
+    def drop(self, served: Served) -> list[int]:
+        """Know nothing of a layer any more: whatever the kernel still asks about it is ESTALE. Returns the numbers of
+        the files that it knew of.
+        """
         served.gone = True
-        for number in [number for number, one in self.beside.items() if one is served]:
-            del self.beside[number]
-            self.known.pop(number, None)
+        dropped = self.known_of(served)
+        for inode in dropped:
+            del self.beside[inode.number], self.known[inode.number]
+        return [inode.number for inode in dropped if inode.is_file]
 
 
 class LayerFile(ReadHandle):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -70,12 +70,16 @@ class Server:
     async def run(self, control: ControlServer, ready: Callable[[], None]) -> None:
         """Serve until the mount is gone, and everything that was written is stored."""
         async with trio.open_nursery() as nursery:
-            for task in (self._stop_on_signals, self.refresher.run, self.reads.work, control.serve):
+            for task in (*self.tasks(), control.serve):
                 nursery.start_soon(task)
             nursery.start_soon(self._announce, ready)
             await pyfuse3.main(max_tasks=limits.MOUNT_TASKS)
             await self.finish(control)
             nursery.cancel_scope.cancel()
+
+    def tasks(self) -> list[Callable[[], Awaitable[None]]]:
+        """What runs as long as the mount."""
+        return [self._stop_on_signals, self.refresher.run, self.reads.work]
 
     async def finish(self, control: ControlServer) -> None:
         """Do what is left to do once no request comes any more."""

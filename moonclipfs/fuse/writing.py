@@ -26,6 +26,7 @@ from moonclipfs import limits
 from moonclipfs.errors import ExistsError, LimitError, NotFoundError, TooManyOpenError
 from moonclipfs.fuse.filewriting import FileOperations, is_live, is_live_handle
 from moonclipfs.fuse.operations import DOTS, answers
+from moonclipfs.fuse.overlaydir import OVERLAYS_NAME, ServedNames
 from moonclipfs.fuse.reading import Reads
 from moonclipfs.fuse.served import LIVE_BIT, LayerDirectory, LayerFile, Served
 from moonclipfs.layers.holds import Holds
@@ -49,6 +50,8 @@ class LiveOperations(FileOperations):
         """As for FileOperations."""
         super().__init__(live, tree, holds, reads, disk)
         self._last_directory = LIVE_BIT
+        self.overlays: ServedNames | None = None
+        """The directory `@overlays`, if the mount has it."""
 
     # Looking
 
@@ -56,6 +59,8 @@ class LiveOperations(FileOperations):
     async def lookup(self, parent_inode: Number, name: Name, ctx: RequestContext) -> EntryAttributes:
         """Find a name; the kernel may remember what is not there: names come through it, or it is told."""
         if not is_live(parent_inode) or _is_virtual(parent_inode, name):
+            if parent_inode == ROOT_NUMBER and name == OVERLAYS_NAME and self.overlays is not None:
+                return (await self._overlays_entry(self.overlays))()
             return await super().lookup(parent_inode, name, ctx)
         if len(name) > limits.NAME_BYTES:
             raise FUSEError(errno.ENAMETOOLONG)
@@ -63,12 +68,12 @@ class LiveOperations(FileOperations):
         epoch = served.epoch
         (child,) = await self._ask(served.layer.children, directory, (name,))
         # While this waited, names may have changed, and the kernel been told: it must not keep this answer then.
-        timeout = served.name_seconds if served.epoch is epoch else 0.0
+        fresh = served.epoch is epoch
         if child is not None:
-            return self.mention(*child, served, timeout)
+            return self.mention(*child, served, None if fresh else 0.0)
         absent = EntryAttributes()
         absent.st_ino = Number(0)
-        absent.entry_timeout = timeout
+        absent.entry_timeout = served.name_seconds if fresh else 0.0
         return absent
 
     def mention(self, inode: Inode, status: Status, directory: Served, timeout: float | None = None) -> EntryAttributes:
@@ -76,12 +81,13 @@ class LiveOperations(FileOperations):
 
         Raises ESTALE when that was discarded meanwhile, TooManyOpenError.
         """
-        if directory.gone:
+        served = directory.of(inode)
+        if served.gone:
             raise FUSEError(errno.ESTALE)
         if inode.number not in self.layers.known and len(self.layers.known) >= limits.NODES:
             raise TooManyOpenError(f"the kernel knows {limits.NODES} names already")
-        self.layers.remember(inode, directory.of(inode))
-        return self.attributes_of(inode, status, directory.name_seconds if timeout is None else timeout)
+        self.layers.remember(inode, served)
+        return self.attributes_of(inode, status, served.name_seconds if timeout is None else timeout)
 
     async def forget(self, inode_list: Sequence[tuple[Number, int]]) -> None:
         """Drop what the kernel has forgotten. There is no answer to give, so nothing may be raised at all."""
@@ -111,7 +117,7 @@ class LiveOperations(FileOperations):
         if not is_live(inode):
             return await super().getattr(inode, ctx)
         found, served = self.find(inode)
-        return self.attributes_of(found, await self._ask(served.layer.stat, found))
+        return self.attributes_of(found, await self._ask(served.layer.stat, found), served.name_seconds)
 
     @answers
     async def readlink(self, inode: Number, ctx: RequestContext) -> Name:
@@ -165,7 +171,8 @@ class LiveOperations(FileOperations):
     async def _listing(self, directory: LayerDirectory) -> list[bytes]:
         names = DOTS + await self._ask(directory.served.layer.names_in, directory.inode)
         if directory.inode.number == ROOT_NUMBER:
-            names += [name for name in await self._ask(self.tree.names_in, self.tree.root) if name.startswith(b"@")]
+            virtual = [name for name in await self._ask(self.tree.names_in, self.tree.root) if name.startswith(b"@")]
+            names += [*virtual, OVERLAYS_NAME] if virtual and self.overlays is not None else virtual
         return names
 
     async def _children(
@@ -184,10 +191,25 @@ class LiveOperations(FileOperations):
             else:
                 found.append(partial(self.mention, *child, served))
         for name in virtual:  # last at the root, as in its listing
+            if name == OVERLAYS_NAME and self.overlays is not None:
+                found.append(await self._overlays_entry(self.overlays))
+                continue
             node = self.tree.lookup(self.tree.root, name)
             status = await self._ask(self.tree.stat, node)
             found.append(partial(self._mention, node, status))
         return found
+
+    async def _overlays_entry(self, overlays: ServedNames) -> Callable[[], EntryAttributes]:
+        """What makes the attributes of `@overlays`, whose name stays what it is."""
+        root = overlays.names.root
+        status = await self._ask(overlays.names.stat, root)
+
+        def mentioned() -> EntryAttributes:
+            attributes = self.mention(root, status, overlays)
+            attributes.entry_timeout = limits.CONTENT_TIMEOUT_SECONDS
+            return attributes
+
+        return mentioned
 
     def _reply(self, token: pyfuse3.ReaddirToken, name: bytes, attributes: EntryAttributes, following: int) -> bool:
         """Add a line if it fits. Each is one more mention of its inode to the kernel, but for the dots."""

@@ -1,0 +1,286 @@
+"""The directory `@overlays` of a mount: what is in it are the overlays of the store.
+
+It stands among the layers of the mount, and is asked and changed as they are; whatever it cannot do is EPERM.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from stat import S_IFDIR
+from typing import NoReturn, Protocol, cast
+
+from pyfuse3 import FUSEError
+
+from moonclipfs.errors import (
+    ExistsError,
+    NotEmptyError,
+    NotFoundError,
+    NotPermittedError,
+    UsageError,
+)
+from moonclipfs.fuse.operations import DOTS
+from moonclipfs.fuse.served import LIVE_BIT, Served
+from moonclipfs.layers.inodes import Inode, root_number
+from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.live import Live
+from moonclipfs.layers.lookup import Status
+from moonclipfs.layers.tree import XATTR_PREFIX, NotCachedError
+from moonclipfs.store.layerdirs import layer_id
+from moonclipfs.store.overlaydirs import DIRECTORY, find_overlay
+from moonclipfs.types import EntryType
+
+OVERLAYS_NAME = b"@overlays"
+OVERLAYS_NUMBER = LIVE_BIT
+"""Its inode number; an inode of a layer has the same once in 2**62."""
+_MODE = 0o755
+
+
+class OpenOverlays(Protocol):
+    """The overlays that a mount has open. But for what is looked up in the first two, all may block."""
+
+    @property
+    def by_name(self) -> Mapping[bytes, Served]:
+        """Those that are open."""
+
+    @property
+    def by_root(self) -> Mapping[int, Served]:
+        """The same, by the numbers of their roots."""
+
+    def names(self) -> list[str]:
+        """Of all overlays of the store."""
+
+    def opened(self, name: bytes, /) -> Served | None:
+        """An overlay, opened unless it is; None where there is none. Raises BusyError, CorruptError, BackendError."""
+
+    def make(self, name: str, /) -> Served:
+        """Make an empty overlay. Raises ExistsError, UsageError."""
+
+    def rename(self, old: str, new: str, /) -> None:
+        """Call an overlay otherwise. Raises NotFoundError, ExistsError, UsageError, BusyError."""
+
+    def discard(self, name: str, /) -> None:
+        """Throw an overlay away. Raises NotFoundError, BusyError when files in it are open."""
+
+
+class ServedNames(Served):
+    """The directory of overlays, as requests need it."""
+
+    name_seconds = 0.0
+    """Of what is not there, or not open here: other processes make and discard overlays too."""
+
+    def __init__(self, overlays: OpenOverlays, live: Live) -> None:
+        self.names = OverlayNames(overlays, live.layer)
+        super().__init__(cast("Layer", self.names), live.encoder, live.make_room, OVERLAYS_NAME)
+        self._overlays = overlays
+
+    @property
+    def epoch(self) -> object:
+        """Always the same: what the kernel keeps of this directory is taken back when it changes."""
+        return None
+
+    @property
+    def staged(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def listed(self) -> Callable[..., list[tuple[Inode, Status] | None]]:
+        """Opens no overlay: what a listing says of one that is not open holds for a moment only."""
+        return self.names.listed
+
+    def of(self, inode: Inode) -> Served:
+        """The overlay whose root an inode is."""
+        return self._overlays.by_root.get(inode.number, self)
+
+    def links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
+        """None that the kernel could be asked to forget for room: there are few."""
+        return []
+
+
+class OverlayNames:
+    """What requests use of a layer, for the names of overlays. With `wait=False`, NotCachedError is raised by whatever
+    takes longer than a look into memory.
+    """
+
+    def __init__(self, overlays: OpenOverlays, live: Layer) -> None:
+        """`live` has the directory above."""
+        self._overlays = overlays
+        self._live = live
+        self._store = live.store
+        self.root = Inode(OVERLAYS_NUMBER, EntryType.DIRECTORY, _MODE, os.geteuid(), os.getegid(), time.time_ns())
+
+    # Looking
+
+    def children(
+        self, directory: Inode, names: Iterable[bytes], *, wait: bool = True
+    ) -> list[tuple[Inode, Status] | None]:
+        """The roots of overlays, which are opened for it. Raises BusyError for one that another process has."""
+        self._require_root(directory)
+        return [self._child(name, wait) for name in names]
+
+    def listed(
+        self, directory: Inode, names: Iterable[bytes], *, wait: bool = True
+    ) -> list[tuple[Inode, Status] | None]:
+        """The same, but overlays that are not open stay so."""
+        self._require_root(directory)
+        known = self._overlays.by_name
+        return [
+            self._child(name, wait) if name in DOTS or name in known else self._closed(name, wait) for name in names
+        ]
+
+    def _child(self, name: bytes, wait: bool) -> tuple[Inode, Status] | None:
+        if name == b".":
+            return self.root, self.stat(self.root, wait=wait)
+        if name == b"..":
+            return self._live.root, self._live.stat(self._live.root, wait=wait)
+        served = self._overlays.by_name.get(name)
+        if served is None or served.gone:
+            _may_wait(wait)
+            served = self._overlays.opened(name)
+        return None if served is None else (served.layer.root, served.layer.stat(served.layer.root, wait=wait))
+
+    def _closed(self, name: bytes, wait: bool) -> tuple[Inode, Status] | None:
+        _may_wait(wait)
+        root = Path(self._store.path)
+        try:
+            number = root_number(layer_id(root, find_overlay(root, os.fsdecode(name)).layer))
+        except (NotFoundError, UsageError):
+            return None
+        inode = Inode(number, EntryType.DIRECTORY, _MODE, self.root.uid, self.root.gid, self.root.mtime_ns)
+        return inode, _status(inode, 2, inode.mtime_ns)
+
+    def names_in(self, directory: Inode, *, wait: bool = True) -> list[bytes]:
+        """The names of all overlays of the store."""
+        self._require_root(directory)
+        _may_wait(wait)
+        return [os.fsencode(name) for name in self._overlays.names()]
+
+    def stat(self, inode: Inode, *, wait: bool = True) -> Status:
+        """Of the directory itself, or of the root of an overlay."""
+        served = self._overlays.by_root.get(inode.number)
+        if served is not None:
+            return served.layer.stat(served.layer.root, wait=wait)
+        self._require_root(inode)
+        _may_wait(wait)
+        try:
+            changed = os.stat(self._store.path / DIRECTORY).st_mtime_ns
+        except FileNotFoundError:
+            changed = inode.mtime_ns
+        return _status(inode, 2 + len(self._overlays.names()), changed)
+
+    def readlink(self, inode: Inode) -> bytes:
+        """Raises UsageError."""
+        raise UsageError(f"{inode} is no symbolic link")
+
+    def xattr_names(self, inode: Inode) -> list[bytes]:
+        """None."""
+        return []
+
+    def xattr(self, inode: Inode, name: bytes, *, wait: bool = True) -> bytes:
+        """`user.moonclip.store`. Raises NotFoundError."""
+        if name == XATTR_PREFIX + b"store":
+            return os.fsencode(os.path.abspath(self._store.path))
+        raise NotFoundError(f"{OVERLAYS_NAME!r}: no attribute {name!r}")
+
+    def path(self, inode: Inode) -> bytes:
+        """Of the directory itself."""
+        return b""
+
+    # Changing
+
+    def make(
+        self,
+        directory: Inode,
+        name: bytes,
+        type_: EntryType,
+        mode: int,
+        uid: int,
+        gid: int,
+        now_ns: int,
+        *,
+        target: bytes = b"",
+        wait: bool = True,
+    ) -> Inode:
+        """mkdir: an empty overlay; its root. Raises NotPermittedError for anything else, ExistsError, UsageError."""
+        self._require_root(directory)
+        if type_ is not EntryType.DIRECTORY:
+            self._refuse()
+        _may_wait(wait)
+        layer = self._overlays.make(os.fsdecode(name)).layer
+        layer.set_attributes(layer.root, mode=mode, uid=uid, gid=gid, now_ns=now_ns)
+        return layer.root
+
+    def rmdir(self, directory: Inode, name: bytes, now_ns: int, *, wait: bool = True) -> None:
+        """Discard an overlay that shows nothing. Raises NotFoundError, NotEmptyError, BusyError."""
+        self._require_root(directory)
+        _may_wait(wait)
+        served = self._overlays.opened(name)
+        if served is None:
+            raise NotFoundError(f"no overlay {os.fsdecode(name)}")
+        if served.layer.names_in(served.layer.root):
+            raise NotEmptyError(f"the overlay {os.fsdecode(name)} is not empty: `moonclipfs overlay discard` takes all")
+        self._overlays.discard(os.fsdecode(name))
+
+    def rename(
+        self,
+        directory: Inode,
+        name: bytes,
+        target: Inode,
+        new_name: bytes,
+        now_ns: int,
+        *,
+        replace: bool = True,
+        exchange: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Call an overlay otherwise. Raises NotFoundError, ExistsError for a name that another one has."""
+        self._require_root(directory)
+        self._require_root(target)
+        if exchange:
+            raise UsageError("overlays are not exchanged")
+        _may_wait(wait)
+        if self._overlays.opened(name) is None:
+            raise NotFoundError(f"no overlay {os.fsdecode(name)}")
+        if os.fsdecode(new_name) in self._overlays.names():
+            if name == new_name and replace:
+                return
+            raise ExistsError(f"there is an overlay {os.fsdecode(new_name)} already")
+        self._overlays.rename(os.fsdecode(name), os.fsdecode(new_name))
+
+    def sync_directory(self, directory: Inode) -> None:
+        """Names of overlays are durable when they are made."""
+
+    def _refuse(self, *_arguments: object, **_options: object) -> NoReturn:
+        raise NotPermittedError("only overlays stand in @overlays: mkdir makes an empty one")
+
+    link = unlink = set_attributes = set_xattr = remove_xattr = open_file = truncate = _refuse
+
+    # What the kernel knows
+
+    def remember(self, inode: Inode) -> None:
+        """Note that the kernel was told of an inode: this one, or the root of an overlay that is not open."""
+        inode.lookups += 1
+
+    def forget(self, inode: Inode, count: int) -> None:
+        """Note that the kernel forgot `count` mentions of it."""
+        inode.lookups -= count
+
+    def _require_root(self, inode: Inode) -> None:
+        """Raise ESTALE for the root of an overlay that was not open when it was listed: the kernel looks again."""
+        if inode is not self.root:
+            raise FUSEError(errno.ESTALE)
+
+
+def _may_wait(wait: bool) -> None:
+    if not wait:
+        raise NotCachedError
+
+
+def _status(inode: Inode, nlink: int, mtime_ns: int) -> Status:
+    return Status(
+        S_IFDIR | inode.mode, nlink, inode.uid, inode.gid, 0, mtime_ns, mtime_ns, max(mtime_ns, inode.atime_ns), 0
+    )
