@@ -111,6 +111,10 @@ class Content:
         """Whether some of the bytes are in staging."""
         return any(self._staged.values())
 
+    def staged_bytes(self, last: int | None = None) -> int:
+        """How many of the bytes are in staging, of all generations, or of those up to the number `last`."""
+        return sum(count for number, count in self._staged.items() if last is None or number <= last)
+
     @property
     def exact(self) -> bool:
         """Whether the recipe alone is this content (NO_ID for no bytes), so that nothing is to be encoded.

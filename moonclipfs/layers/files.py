@@ -16,6 +16,7 @@ from moonclipfs.layers.contentlog import ContentLog
 from moonclipfs.layers.contents_records import content_of, size_of
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.jobs import Jobs
+from moonclipfs.layers.quota import Quota
 from moonclipfs.layers.records import PART_HOLE, PART_RECIPE, Record, SetAttributes
 from moonclipfs.layers.staging import Generation
 from moonclipfs.layers.wholes import Refs, whole_records
@@ -34,6 +35,8 @@ class Files:
         """Numbers of staging files that a replay found unused; they go with the next `sync_all`."""
         self.captured: Callable[[], Iterable[tuple[Record, Refs]]] = list
         """What a journal that is written anew says of captures."""
+        self.quota: Quota | None = None
+        """Of an overlay."""
         layer.before_rename = self.before_rename
         layer.state.on_gone = self.gone
 
@@ -114,6 +117,8 @@ class Files:
     def _records(self) -> Iterator[tuple[Record, Refs]]:
         state = self.layer.state
         yield from whole_records(state)
+        if self.quota is not None:
+            yield from ((charged, []) for charged in self.quota.records())
         for inode in state.own.values():
             if inode.content is not None and inode.links:
                 yield from self.log.records(inode)
@@ -127,17 +132,27 @@ class Files:
             self.jobs.replaces(inode, _recipe(replaced))
         self.log.before_rename(inode, replaced)
 
+    def count(self, limit: int | None) -> None:
+        """Count the bytes of the layer's own, which are to be at most `limit`, from its first record on."""
+        self.quota = Quota(self.layer, limit)
+        self.jobs.charges = self.quota.encoding
+
     def gone(self, inode: Inode) -> None:
         """For the layer, under its lock: a file has no names and no handles any more."""
+        if self.quota is not None:
+            self.quota.gone(inode)
         self.jobs.gone(inode)
         self.log.gone(inode)
 
     # For open files, under the lock
 
-    def begin_write(self, inode: Inode, length: int) -> Generation:
+    def begin_write(self, inode: Inode, offset: int, length: int) -> Generation:
         """The generation that takes a write, in a file for a long one: whether its bytes are in memory, and so in the
-        records of the journal, changes under the lock only. Raises StagingFullError, NoSpaceError, BackendError.
+        records of the journal, changes under the lock only. Raises StagingFullError, QuotaError, NoSpaceError,
+        BackendError.
         """
+        if self.quota is not None:
+            self.quota.admit(inode, offset, length)
         self.layer.staging.admit(length)
         content = content_of(inode)
         self.log.changing(inode)
@@ -158,6 +173,8 @@ class Files:
             return False
         self.log.changing(inode)  # once more: what was journalled since `begin_write` does not have these bytes
         content_of(inode).wrote(generation, offset, length)
+        if self.quota is not None:
+            self.quota.changed(inode)
         inode.mtime_ns = inode.ctime_ns = now_ns
         if not privileged:
             self._clear_set_ids(inode, now_ns)
@@ -191,6 +208,8 @@ class Files:
         except BaseException:
             inode.content, (inode.mtime_ns, inode.ctime_ns) = content, times
             self.log.undone(inode, cleared)
+            if self.quota is not None:
+                self.quota.changed(inode)
             raise
 
     def _resize(self, inode: Inode, size: int, now_ns: int) -> None:
@@ -206,6 +225,8 @@ class Files:
                 generation.frozen = True  # what a crash brings back is written no more
             self.layer.staging.set_aside(kept)
             content.clear()
+        if self.quota is not None:
+            (self.quota.changed if size else self.quota.cleared)(inode)
         inode.mtime_ns = inode.ctime_ns = now_ns
 
     def _touch(self, inode: Inode, now_ns: int) -> None:
@@ -340,7 +361,7 @@ class OpenFile:
             return 0
         while True:
             with lock:
-                generation = files.begin_write(inode, length)
+                generation = files.begin_write(inode, offset, length)
                 if length <= limits.INLINE_BYTES:
                     generation.write(offset, data)
                     files.end_write(inode, generation, offset, length, now_ns, self._privileged)

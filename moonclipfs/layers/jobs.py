@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from moonclipfs import limits
@@ -14,7 +14,7 @@ from moonclipfs.layers.contents_records import content_of, contents_refs
 from moonclipfs.layers.hints import Hints, Lines
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.lookup import Lookup
-from moonclipfs.layers.records import Stored
+from moonclipfs.layers.records import Record, Stored
 from moonclipfs.layers.staging import Generation
 from moonclipfs.store.cache import BoundedCache
 from moonclipfs.types import NO_ID, ObjectId
@@ -54,6 +54,8 @@ class Jobs:
         self._busy: dict[Inode, int] = {}
         """The job of each file that has one."""
         self._failures: dict[int, str] = {}
+        self.charges: Callable[[Inode, int], Iterable[Record]] = lambda inode, generation: ()
+        """What is to be journalled before a file is said to be encoded up to a generation."""
         self.dropped = 0
         """Bytes of stored files that went or changed, about: the journal names them until it is written anew."""
 
@@ -136,6 +138,8 @@ class Jobs:
         if content is None or not inode.links or content.recipe != before:
             return
         self.dropped += 0 if before == NO_ID else size
+        for charged in self.charges(inode, generation):
+            self._layer.record(charged)
         record = Stored(inode.number, generation, recipe, size)
         self._layer.record(record, contents_refs(record))
         pending = self._log.pending(inode)

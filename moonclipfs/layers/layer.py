@@ -38,10 +38,13 @@ from moonclipfs.types import ObjectId
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What makes a layer an overlay: `base`, of one that is new, and what is known of directories, shared by many."""
+    """What makes a layer an overlay: `base`, of one that is new; what is known of directories, shared by many; and how
+    many bytes it may have of its own.
+    """
 
     base: Based | None = None
     caches: Caches | None = None
+    quota: int | None = None
 
 
 class Layer(Changes):
@@ -98,6 +101,8 @@ class Layer(Changes):
                 reserve=fixed is None,
             )  # fmt: skip
             layer.files = Files(layer)
+            if fixed is not None:
+                layer.files.count(fixed.quota)
             layer.captures = Captures(layer, layer.files)
             layer.files.captured = layer.captures.records
             try:
@@ -165,6 +170,9 @@ class Layer(Changes):
         self.recovery = replay(self, self.files, self.captures.generations)
         with self.lock:
             self.captures.recover()
+        if self.files.quota is not None:
+            with self.lock:
+                self.files.quota.recount()
         if fixed is not None:
             self._stand_on(fixed.base)
         elif not self.recovery.records:

@@ -94,7 +94,7 @@ class Overlay:
         info = _standing_on(info, base)
         with naming(store.backend):
             require_free(store.path, name)
-            fixed = Fixed(new_record(base, info, now_ns), caches)
+            fixed = Fixed(new_record(base, info, now_ns), caches, quota)
             layer = Layer.open(store, info.layer, mountpoint=mountpoint, ops=ops, fixed=fixed)
             try:
                 add_name(store.backend, info)
@@ -119,7 +119,7 @@ class Overlay:
         _require_writable(store)
         info = find_overlay(store.path, name)
         try:
-            layer = Layer.open(store, info.layer, mountpoint=mountpoint, ops=ops, fixed=Fixed(caches=caches))
+            layer = Layer.open(store, info.layer, mountpoint=mountpoint, ops=ops, fixed=Fixed(None, caches, info.quota))
         except BusyError:
             raise BusyError(_busy(store, info)) from None
         except NotFoundError:
@@ -152,6 +152,12 @@ class Overlay:
         based = self.layer.state.based
         assert based is not None
         return based.base
+
+    @property
+    def used(self) -> int:
+        """Bytes that it has of its own: those that count against its quota."""
+        quota = self.layer.files.quota
+        return 0 if quota is None else quota.used
 
     def close(self) -> None:
         """Let go of it, as it is. What is staged stays so, durably. Harmless when done before. Raises NoSpaceError,
@@ -310,6 +316,7 @@ class Overlay:
             "store": os.fspath(self.store.path),
             "created_ns": info.created_ns,
             "quota": info.quota,
+            "used": self.used,
             "ephemeral": info.ephemeral,
             "dry_run": info.dry_run,
             **self.layer.staged(),
@@ -326,6 +333,7 @@ def _require_no_writers(name: str, layer: Layer) -> None:
 def _standing_on(info: OverlayInfo, base: BaseOf) -> OverlayInfo:
     one = base.version
     path, number, sequence = (None, None, None) if one is None else (one.path, one.number, one.sequence)
+    sequence = None if base.foreign else sequence  # which counts in another log
     return replace(
         info, base=base.label, base_root=base.root, base_path=path, base_number=number, base_sequence=sequence
     )

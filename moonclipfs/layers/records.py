@@ -289,6 +289,13 @@ class Based(NamedTuple):
     settings: bytes
 
 
+class Charged(NamedTuple):
+    """`bytes` of what is encoded of a file were written in this overlay: they count against its quota."""
+
+    number: int
+    bytes: int
+
+
 Record: TypeAlias = (
     Make
     | Adopt
@@ -309,6 +316,7 @@ Record: TypeAlias = (
     | Unbinding
     | Kept
     | Based
+    | Charged
 )
 
 _TYPES: tuple[Callable[..., Any], ...] = (
@@ -331,6 +339,7 @@ _TYPES: tuple[Callable[..., Any], ...] = (
     Unbinding,
     Kept,
     Based,
+    Charged,
 )
 _CODES = {type_: code for code, type_ in enumerate(_TYPES, 1)}
 
