@@ -38,7 +38,10 @@ class OptimizerState:
         return bool(self.optimizer.state.get(parameter))
 
     def take(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return the state of a parameter by suffix: the optimizer's own tensors, on its device."""
+        """Return the state of a parameter by suffix: the optimizer's own tensors, on its device.
+
+        A count of steps that was assumed and has not moved is left out, as in the file that it came from.
+        """
         state = self.optimizer.state.get(parameter) or {}
         unknown = state.keys() - set(self._names)
         if unknown:
@@ -46,7 +49,7 @@ class OptimizerState:
         taken = {}
         for name in self._names:
             value = state.get(name)
-            if value is not None:
+            if value is not None and not (name == "step" and float(value) == _STEPS_OF_AN_OLD_EXPERT):
                 tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
                 taken[SUFFIXES[name]] = tensor.float() if name == "step" else tensor
         return taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -11,12 +12,22 @@ from torch import nn
 from moonclipfs.errors import NotFoundError, UsageError
 from moonclipfs.torch.elements import TORCH_DTYPES
 from moonclipfs.torch.experts import ExpertId
-from moonclipfs.torch.moments import weights
+from moonclipfs.torch.moments import SUFFIXES, weights
 from moonclipfs.torch.optimizerstate import OptimizerState
 from moonclipfs.torch.tiers import ExpertTiers
 
 _EMPTY = -1
 """Stands for an empty slot in the extra state of the module."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What the expert in a slot was read from: the dtypes of all its tensors in order, and those kept as they were,
+    which neither the slot nor the optimizer holds.
+    """
+
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Slot(nn.Module):
@@ -86,6 +97,7 @@ class PagedExperts(nn.Module):
         self.resident: list[ExpertId | None] = [None] * slots
         """The expert in each slot."""
         self.swaps = 0
+        self._origins = [_Origin()] * slots
         self._used = [0] * slots
         self._clock = 0
         self._state: OptimizerState | None = None
@@ -135,7 +147,9 @@ class PagedExperts(nn.Module):
         self._state = state
         for index, expert in enumerate(self.resident):
             if expert is not None:
-                self._give_state(index, self.tiers.held(expert), keep=True)
+                tensors = self.tiers.held(expert)
+                self._origins[index] = self._origin(tensors)
+                self._give_state(index, tensors, keep=True)
 
     def add(
         self,
@@ -208,14 +222,14 @@ class PagedExperts(nn.Module):
         self._park(index)
         slot = self._slot(index)
         self.tiers.transfer.fill((slot[name], tensors[name]) for name in self._shapes)
-        self.resident[index] = expert
+        self.resident[index], self._origins[index] = expert, self._origin(tensors)
         for parameter in slot.parameters():
             parameter.grad = None
         self._give_state(index, tensors)
         self.swaps += 1
 
     def _empty(self, index: int) -> None:
-        self.resident[index] = None
+        self.resident[index], self._origins[index] = None, _Origin()
         for parameter in self._slot(index).parameters():
             with torch.no_grad():
                 parameter.zero_()
@@ -228,31 +242,35 @@ class PagedExperts(nn.Module):
         if expert is not None:
             self.tiers.put(expert, self._contents(expert))
 
+    def _origin(self, tensors: Mapping[str, torch.Tensor]) -> _Origin:
+        held = set(self._shapes)
+        if self._state is not None:
+            held |= {name + suffix for name in self._shapes for suffix in self._state.suffixes}
+        kept = {name: tensor for name, tensor in tensors.items() if name not in held}
+        return _Origin({name: tensor.dtype for name, tensor in tensors.items()}, kept)
+
     def _contents(self, expert: ExpertId) -> dict[str, torch.Tensor]:
         """Return all tensors of an expert as they are now, in RAM, in the order of its file."""
-        contents = self.tiers.held(expert)
         if expert not in self.resident:
-            return contents
-        now: dict[str, torch.Tensor] = dict(self.slot_of(expert).tensors())
-        gone = set()
+            return self.tiers.held(expert)
+        index = self._index(expert)
+        origin, slot = self._origins[index], self._slot(index)
+        now: dict[str, torch.Tensor] = dict(slot.tensors())
         if self._state is not None:
             for name in self._shapes:
-                state = self._state.take(self.slot_of(expert)[name])
-                gone |= {name + suffix for suffix in self._state.suffixes if suffix not in state}
-                for suffix, tensor in state.items():
-                    now[name + suffix] = self._as_in_file(suffix, tensor, contents.get(name + suffix))
-        now = self.tiers.transfer.to_ram(now)
-        kept = {name: now.get(name, tensor) for name, tensor in contents.items() if name not in gone}
-        return {**kept, **now}
+                for suffix, tensor in self._state.take(slot[name]).items():
+                    now[name + suffix] = self._as_in_file(suffix, tensor, origin.dtypes.get(name + suffix))
+        now = {**origin.kept, **self.tiers.transfer.to_ram(now)}
+        return {name: now.pop(name) for name in origin.dtypes if name in now} | now
 
-    def _as_in_file(self, suffix: str, state: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def _as_in_file(self, suffix: str, state: torch.Tensor, before: torch.dtype | None) -> torch.Tensor:
         """Return state in the dtype that files have it in: that of before, where no bit is lost by that."""
-        if suffix == "_t":
+        if suffix == SUFFIXES["step"]:
             return state
         if self.moments_dtype is not None:
             return state.to(self.moments_dtype)
-        if before is not None and before.dtype != state.dtype:
-            narrow = state.to(before.dtype)
+        if before is not None and before != state.dtype:
+            narrow = state.to(before)
             if torch.equal(narrow.to(state.dtype), state):
                 return narrow
         return state
