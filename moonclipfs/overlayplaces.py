@@ -12,13 +12,14 @@ from moonclipfs.errors import UsageError
 from moonclipfs.fuse.control import ask
 from moonclipfs.fuse.inside import inside_mount
 from moonclipfs.fuse.mounts import Mount, mount_at
+from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlays import Overlays
 from moonclipfs.layers.overlayverbs import info_json, verbs
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
 from moonclipfs.store.overlaydirs import find_overlay, overlay_infos
 from moonclipfs.store.store import Store
-from moonclipfs.store.target import default_store, parse_target
+from moonclipfs.store.target import default_store, is_store, parse_target
 
 OVERLAYS = "@overlays"
 """The directory of overlays in a mount."""
@@ -72,6 +73,10 @@ class InStore:
         if verb == "overlay_list":
             return {"overlays": [info_json(self.store, info) for info in overlay_infos(self.store)]}
         return verbs(self.overlays)[verb](arguments)
+
+    def opened(self) -> list[Overlay]:
+        """The overlays that are open here."""
+        return [] if self._overlays is None else self._overlays.opened()
 
     def path(self, name: str) -> None:
         """None: nobody sees it."""
@@ -142,14 +147,14 @@ def base_spec(base: str | os.PathLike[str] | None, store: Path) -> str:
         if not _same(inside.mount.store, store):
             raise UsageError(f"{text} is in a mount of {inside.mount.store}, not of {store}")
         return _spec_inside(inside.path)
-    if looks_like_path or ":" in text:
-        target = parse_target(text, store)
-        if not _same(target.store, store):
-            raise UsageError(f"{text} is in another store than {store}: a base is in the same one")
-        if not target.spec:
-            raise UsageError(f"{text} is a whole store: name a snapshot in it")
-        return target.spec
-    return text
+    if looks_like_path and ":" not in text and not is_store(text):
+        raise UsageError(f"{text} is in no mount: store it with `moonclipfs add`, and name the snapshot")
+    target = parse_target(text, store)
+    if not _same(target.store, store):
+        raise UsageError(f"{text} is in another store than {store}: a base is in the same one")
+    if not target.spec:
+        raise UsageError(f"{text} is a whole store: name a snapshot in it")
+    return target.spec
 
 
 def _spec_inside(path: str) -> str:

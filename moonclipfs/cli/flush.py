@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from moonclipfs.cli.progress import left_bar
+from moonclipfs.cli.progress import with_left_bar
 from moonclipfs.errors import MoonclipError
 from moonclipfs.fuse.control import ask
 from moonclipfs.fuse.inside import Inside, need_mount
 
-_STEP_SECONDS = 0.5
 _NOTHING_ELSE = "only a mount has something to flush"
 
 
@@ -38,25 +35,7 @@ def command(directory: str) -> None:
 def ask_long(inside: Inside, operation: str, title: str, **arguments: Any) -> dict[str, Any]:
     """Ask a mount for what may take long; on a terminal, show how much is staged meanwhile. Raises as `ask`."""
     place = inside.mount.mountpoint
-    if not sys.stderr.isatty():
-        return ask(place, operation, None, **arguments)
-    answers: list[dict[str, Any] | BaseException] = []
-
-    def question() -> None:
-        try:
-            answers.append(ask(place, operation, None, **arguments))
-        except BaseException as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=question, daemon=True)
-    thread.start()
-    with left_bar(title) as tell:
-        while thread.is_alive():
-            tell(_staged(place))
-            thread.join(_STEP_SECONDS)
-    if isinstance(answers[0], BaseException):
-        raise answers[0]
-    return answers[0]
+    return with_left_bar(title, lambda: ask(place, operation, None, **arguments), lambda: _staged(place))
 
 
 def _staged(place: str) -> int:

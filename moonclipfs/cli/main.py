@@ -51,6 +51,7 @@ COMMANDS = {
     "status": "Tell what a mount has stored, and what not yet.",
     "seal": "Make a directory of a mount a snapshot.",
     "flush": "Wait until all that was written is stored.",
+    "overlay": "Try changes over a snapshot, and keep them or not.",
     "run": "Mount a store for one command.",
     "doctor": "Check this machine and a store, and say what to do.",
     "completion": "Print the code that completes commands in a shell.",

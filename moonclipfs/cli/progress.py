@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from moonclipfs.cli.output import ratio
 from moonclipfs.store.progress import Progress
 
+T = TypeVar("T")
+_STEP_SECONDS = 0.5
 _BYTES = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
 
 
@@ -65,3 +69,27 @@ def file_bar(title: str, *, show_ratio: bool = False) -> Iterator[Callable[[Prog
             _move(bar, progress.done, progress.total)
 
         yield tell
+
+
+def with_left_bar(title: str, work: Callable[[], T], left: Callable[[], int]) -> T:
+    """Do what may take long; on a terminal, show meanwhile how many bytes are `left`. Raises as `work`."""
+    if not sys.stderr.isatty():
+        return work()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    with left_bar(title) as tell:
+        while thread.is_alive():
+            tell(left())
+            thread.join(_STEP_SECONDS)
+    if errors:
+        raise errors[0]
+    return results[0]
