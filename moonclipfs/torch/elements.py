@@ -7,18 +7,14 @@ import torch
 from numpy.typing import NDArray
 
 from moonclipfs.errors import UsageError
+from moonclipfs.torch.dtypes import BY_WORD, dtype_named
 from moonclipfs.types import DType
 
-_NAMES = {
-    DType.BOOL: "bool", DType.U8: "uint8", DType.I8: "int8", DType.U16: "uint16", DType.I16: "int16",
-    DType.U32: "uint32", DType.I32: "int32", DType.U64: "uint64", DType.I64: "int64", DType.F16: "float16",
-    DType.BF16: "bfloat16", DType.F32: "float32", DType.F64: "float64", DType.C64: "complex64",
-    DType.C128: "complex128", DType.F8_E4M3: "float8_e4m3fn", DType.F8_E5M2: "float8_e5m2",
-    DType.F8_E8M0: "float8_e8m0fnu",
-    DType.F8_E4M3FNUZ: "float8_e4m3fnuz", DType.F8_E5M2FNUZ: "float8_e5m2fnuz",
-}  # fmt: skip
+_UNNAMED = {DType.C128: "complex128", DType.F8_E8M0: "float8_e8m0fnu"}
+"""What the safetensors library does not read back as such; npz files have the first, other writers use the second."""
 TORCH_DTYPES: dict[DType, torch.dtype] = {
-    dtype: getattr(torch, name) for dtype, name in _NAMES.items() if hasattr(torch, name)
+    **{DType[word]: dtype for word, dtype in BY_WORD.items()},
+    **{dtype: found for dtype, name in _UNNAMED.items() if (found := dtype_named(name)) is not None},
 }
 """Elements of whole bytes; an older torch lacks some of them."""
 _DTYPES = {there: here for here, there in TORCH_DTYPES.items()}
