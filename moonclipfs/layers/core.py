@@ -15,6 +15,7 @@ from moonclipfs.layers.names import View, no_names
 from moonclipfs.layers.records import Record
 from moonclipfs.layers.staging import Staging
 from moonclipfs.layers.state import State
+from moonclipfs.store.log import Log, Names
 from moonclipfs.store.store import Store
 from moonclipfs.types import Kind, ObjectId
 
@@ -36,9 +37,13 @@ class Core:
         *,
         fixed: bool = False,
         caches: Caches | None = None,
+        names_log: Log | None = None,
     ) -> None:
-        """Use `Layer.open`. A `fixed` layer is an overlay: it stands on one base, and shows no names of the log."""
+        """Use `Layer.open`. A `fixed` layer is an overlay: it stands on one base, and shows no names of the log.
+        `names_log` is a private one (`store/privatelog.py`) in the place of the store's.
+        """
         self.fixed = fixed
+        self.names_log = names_log or store.log
         self.store = store
         self.name = name
         self.id = layer_id
@@ -53,13 +58,22 @@ class Core:
         if fixed:
             self.view = View(no_names())
         else:
-            names = store.names()
+            names = self.names()
             self.view = View(names)
-            store.saw(names)
+            self.saw(names)
         self.facts: Mapping[bytes, bytes] = {}
         """Computed attributes of everything in it, by name: what kind of layer it is."""
         self.before_rename: Callable[[Inode, Inode | None], None] = lambda inode, replaced: None
         """Called under the lock: the first inode is about to take the place of the other, if there is one."""
+
+    def names(self) -> Names:
+        """The names of the log that the layer follows, as they are. Raises BackendError, CorruptError."""
+        return self.store.names() if self.names_log is self.store.log else self.names_log.refresh()
+
+    def saw(self, names: Names) -> None:
+        """Tell others that the layer relies on nothing before these names; one with a private log holds the lease."""
+        if self.names_log is self.store.log:
+            self.store.saw(names)
 
     @property
     def counter(self) -> int:

@@ -32,6 +32,7 @@ from moonclipfs.layers.stagingplace import note_place
 from moonclipfs.layers.wholes import apply_whole, based_refs
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import LayerLock, find_layer, make_layer
+from moonclipfs.store.log import Log
 from moonclipfs.store.store import Store
 from moonclipfs.types import ObjectId
 
@@ -68,13 +69,14 @@ class Layer(Changes):
         staging_limit: int = limits.STAGING_BYTES,
         ops: FileOps | None = None,
         fixed: Fixed | None = None,
+        names_log: Log | None = None,
     ) -> Layer:
         """Take a layer of a store that is open for writing, which is made unless it is there, and replay its journal.
 
         `mountpoint` is for those who find it taken. `staging` is where bytes wait to be encoded, of at most
-        `staging_limit`; else a directory of the layer. `fixed` makes it an overlay. Raises BusyError when another
-        process has it, UsageError for a bad name, and when bytes wait at another place, CorruptError, NoSpaceError,
-        PermissionDeniedError, BackendError.
+        `staging_limit`; else a directory of the layer. `fixed` makes it an overlay; `names_log` is in the place of
+        the store's log. Raises BusyError when another process has it, UsageError for a bad name, and when bytes wait
+        at another place, CorruptError, NoSpaceError, PermissionDeniedError, BackendError.
         """
         ops = ops or FileOps()
         is_there = fixed is not None and fixed.base is None
@@ -82,7 +84,8 @@ class Layer(Changes):
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint}
         lock = LayerLock.acquire(directory, holder)
         # An overlay relies on its journal alone, a live layer on the names that it shows too.
-        store.layers += fixed is None
+        follows = fixed is None and names_log is None
+        store.layers += follows
         try:
             layer = cls(
                 store,
@@ -91,6 +94,7 @@ class Layer(Changes):
                 directory,
                 fixed=fixed is not None,
                 caches=None if fixed is None else fixed.caches,
+                names_log=names_log,
             )
             layer._lock_file = lock
             place = directory / "staging" if staging is None else staging / f"{store.config.store_id}-{name}"
@@ -111,7 +115,7 @@ class Layer(Changes):
                 layer.journal.close()
                 raise
         except BaseException:
-            store.layers -= fixed is None
+            store.layers -= follows
             lock.release()
             raise
         return layer
@@ -121,7 +125,7 @@ class Layer(Changes):
         if not self._closed:
             self._closed = True
             self.journal.close()
-            self.store.layers -= not self.fixed
+            self.store.layers -= not self.fixed and self.names_log is self.store.log
             self._lock_file.release()
 
     # Contents of files, see `files.py`, `contentlog.py` and `jobs.py`

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moonclipfs import limits
-from moonclipfs.errors import ExistsError, MoonclipError, NoSpaceError, NotFoundError
+from moonclipfs.errors import ExistsError, MoonclipError, NoSpaceError, NotFoundError, UsageError
 from moonclipfs.layers.arguments import argument
 from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.inodes import Inode
@@ -22,6 +22,10 @@ from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.periodic import Periodic
 from moonclipfs.layers.reclaim import Reclaimer
 from moonclipfs.layers.seal import Sealer
+from moonclipfs.store.leases import Hold
+from moonclipfs.store.log import Log
+from moonclipfs.store.overlaydirs import discard_layer, naming, new_layer_name
+from moonclipfs.store.privatelog import PrivateLog
 from moonclipfs.store.rebind import clone, restore
 from moonclipfs.store.store import Store
 from moonclipfs.types import Version
@@ -44,6 +48,8 @@ class LiveOptions:
     seal_after: float | None = limits.SEAL_AFTER_SECONDS
     keep_versions: int = limits.KEEP_VERSIONS
     keep_deleted: float = limits.KEEP_DELETED_SECONDS
+    dry_run: bool = False
+    """Nothing is kept, sealed or told to others: the layer has no name, and is gone at the end, also of a kill."""
 
 
 class Live:
@@ -57,13 +63,10 @@ class Live:
         options = options or LiveOptions()
         self.store = store
         self._mounted = bool(mountpoint)
-        self.layer = Layer.open(
-            store,
-            options.layer or default_layer(),
-            mountpoint=mountpoint,
-            staging=None if options.staging is None else Path(options.staging),
-            staging_limit=options.staging_limit,
-        )
+        self.dry_run = options.dry_run
+        self._hold: Hold | None = None
+        """In a dry run, on the names as they were when it began."""
+        self.layer = self._open_dry(options, mountpoint) if options.dry_run else self._open(options, mountpoint)
         self.encoder = Encoder(self.layer, store.path)
         self.sealer = Sealer(
             self.layer, self.encoder, seal_after=options.seal_after, keep_versions=options.keep_versions
@@ -72,9 +75,36 @@ class Live:
         self._tasks = [
             Periodic("moonclipfs sync", self._sync, limits.SYNC_SECONDS),
             Periodic("moonclipfs names", self._tell_names, _NAMES_TICK_SECONDS),
-            Periodic("moonclipfs seal", self._seal_what_is_due, _SEAL_TICK_SECONDS),
-            Periodic("moonclipfs reclaim", lambda: self.reclaimer.tick(time.monotonic()), _RECLAIM_TICK_SECONDS),
         ]
+        if not self.dry_run:
+            self._tasks += [
+                Periodic("moonclipfs seal", self._seal_what_is_due, _SEAL_TICK_SECONDS),
+                Periodic("moonclipfs reclaim", lambda: self.reclaimer.tick(time.monotonic()), _RECLAIM_TICK_SECONDS),
+            ]
+
+    def _open(self, options: LiveOptions, mountpoint: str, name: str = "", names_log: Log | None = None) -> Layer:
+        return Layer.open(
+            self.store,
+            name or options.layer or default_layer(),
+            mountpoint=mountpoint,
+            staging=None if options.staging is None else Path(options.staging),
+            staging_limit=options.staging_limit,
+            names_log=names_log,
+        )
+
+    def _open_dry(self, options: LiveOptions, mountpoint: str) -> Layer:
+        """A layer without a name, which whoever opens the store next clears away when this process is gone."""
+        if self.store.lease is None:
+            raise UsageError(f"{self.store.path} is open for reading only")
+        self._hold = self.store.lease.hold(self.store.log.names.sequence)
+        try:
+            with naming(self.store.backend):
+                layer = self._open(options, mountpoint, new_layer_name(), PrivateLog(self.store))
+        except BaseException:
+            self._hold.release()
+            raise
+        layer.facts = {b"dry_run": b"1"}
+        return layer
 
     def start(self) -> None:
         """Begin to encode, seal and reclaim in the background."""
@@ -83,9 +113,13 @@ class Live:
             task.start()
 
     def close(self) -> list[str]:
-        """Store and seal what is there, as far as that is possible, and end. Returns what could not be done."""
+        """Store and seal what is there, as far as that is possible, and end. Returns what could not be done. A dry run
+        leaves nothing.
+        """
         for task in self._tasks:
             task.stop()
+        if self.dry_run:
+            return self._discard()
         problems = []
         # The last commit lets what was stored leave the staging.
         push, sync = self.layer.push_names, self.layer.sync_all
@@ -98,6 +132,22 @@ class Live:
         self.encoder.stop()
         self.layer.close()
         return problems
+
+    def _discard(self) -> list[str]:
+        self.encoder.stop()
+        try:
+            discard_layer(self.store.backend, self.layer.name)
+        except MoonclipError as error:
+            return [str(error)]
+        finally:
+            self.layer.close()
+            if self._hold is not None:
+                self._hold.release()
+        return []
+
+    def _require_kept(self, what: str) -> None:
+        if self.dry_run:
+            raise UsageError(f"this is a dry run: nothing of it is kept, so {what}")
 
     def __enter__(self) -> Live:
         self.start()
@@ -120,18 +170,21 @@ class Live:
     def seal(self, path: bytes, *, wait: bool = True) -> Version | None:
         """Seal the directory at a path of the layer; returns its version, the last one when nothing is new.
 
-        Without `wait` it is captured, and published in the background. Raises NotFoundError, UsageError, BusyError.
+        Without `wait` it is captured, and published in the background. Raises NotFoundError, UsageError, also in a dry
+        run, BusyError.
         """
+        self._require_kept("nothing can be sealed")
         return self._with_room(lambda: self.sealer.seal(path, wait=wait))
 
     def make_room(self, length: int) -> int:
-        """See `Reclaimer.make_room`."""
-        return self.reclaimer.make_room(length)
+        """See `Reclaimer.make_room`. A dry run, which holds all names as they were, frees nothing."""
+        return 0 if self.dry_run else self.reclaimer.make_room(length)
 
     def status(self) -> dict[str, Any]:
         """What is staged, being encoded, failed, waiting to be sealed, in conflict and reclaimable: JSON values."""
         return {
             "layer": self.layer.name,
+            "dry_run": self.dry_run,
             "store": os.fspath(self.store.path),
             **self.layer.staged(),
             "encoder": self.encoder.status(),
@@ -164,8 +217,10 @@ class Live:
     def restore(self, name: str, number: int | None = None, *, to: str | None = None) -> Version:
         """See `rebind.restore`. What was written into `name` since its last seal becomes a version first.
 
-        Raises ExistsError when something else is at `to`, BusyError while a file of `name` is written to.
+        Raises ExistsError when something else is at `to`, BusyError while a file of `name` is written to, UsageError
+        in a dry run.
         """
+        self._require_kept("no version can be restored in it")
         self._tell_names()
         there = self._there(name if to is None else to)
         if there is not None and to is not None and to.strip("/") != name:
@@ -175,7 +230,8 @@ class Live:
         return restore(self.store, name, number, to=to)
 
     def clone(self, source: str, target: str) -> Version:
-        """See `rebind.clone`. Raises ExistsError when something is at `target`."""
+        """See `rebind.clone`. Raises ExistsError when something is at `target`, UsageError in a dry run."""
+        self._require_kept("nothing can be cloned in it")
         self._tell_names()
         if self._there(target) is not None:
             raise ExistsError(f"{target} is there already: choose another name, or remove it first")

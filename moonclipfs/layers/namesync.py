@@ -19,7 +19,7 @@ from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.lookup import ABSENT, Lookup
 from moonclipfs.layers.names import Area, View, join
 from moonclipfs.layers.records import Dropped, Kept, Moving, Record, Rename, Unbinding, Unbound
-from moonclipfs.store.log import Names
+from moonclipfs.store.log import Log, Names
 from moonclipfs.store.replay import is_at_or_below
 from moonclipfs.store.store import Store
 from moonclipfs.types import Version
@@ -48,9 +48,10 @@ class NameSync(Lookup):
         *,
         fixed: bool = False,
         caches: Caches | None = None,
+        names_log: Log | None = None,
     ) -> None:
         """Use `Layer.open`."""
-        super().__init__(store, name, layer_id, directory, fixed=fixed, caches=caches)
+        super().__init__(store, name, layer_id, directory, fixed=fixed, caches=caches, names_log=names_log)
         self._changed_names: dict[tuple[bytes, bytes], None] = {}
         """(path of a directory, name) of what changed its meaning since it was last asked."""
 
@@ -66,9 +67,9 @@ class NameSync(Lookup):
         with self.names_lock:
             if self.state.moving is not None:
                 self._finish_move()
-            names = self.store.names()
+            names = self.names()
             if names.sequence == self.view.sequence:
-                self.store.saw(names)
+                self.saw(names)
             else:
                 self._adopt_names(names, now_ns, list)
         return list(self._affected())
@@ -85,7 +86,7 @@ class NameSync(Lookup):
             self._drop_clean(changes)
             self._changed_names.update(dict.fromkeys(changes))
         # Only now: what is adopted from here on is named by this view, or by a journal that gc reads.
-        self.store.saw(names)
+        self.saw(names)
 
     def _affected(self) -> Iterator[tuple[Inode, bytes]]:
         with self.lock:
@@ -168,7 +169,7 @@ class NameSync(Lookup):
         """The version of a capture that is not settled yet may be bound where its directory is no more."""
         marks = {f"{self.id.hex()}.{number}": directory for number, directory in self.state.captured.items()}
         seen: set[object] = set()
-        for version in sorted(self.store.names().all_versions() if marks else (), key=lambda one: one.sequence):
+        for version in sorted(self.names().all_versions() if marks else (), key=lambda one: one.sequence):
             mark = version.metadata.get("capture")
             if mark in marks and mark not in seen and not version.removed:
                 self.place_version(version, self.state.own.get(marks[str(mark)]))
@@ -210,7 +211,7 @@ class NameSync(Lookup):
 
     def adopt_newest(self, now_ns: int, settle: Callable[[Names], None]) -> None:
         """Inside `naming`: show what names mean now, in one step with what `settle` does under the lock."""
-        names = self.store.names()
+        names = self.names()
 
         def records() -> list[Record]:
             settle(names)
@@ -244,11 +245,11 @@ class NameSync(Lookup):
             return {"paths": paths}
 
         try:
-            self.store.log.append("unbind", body)
+            self.names_log.append("unbind", body)
         except NothingToTell:
             pass
         done = [Unbound(path, sequence) for sequence, path in pending.items()]
-        self._adopt_names(self.store.names(), time.time_ns(), lambda: done)
+        self._adopt_names(self.names(), time.time_ns(), lambda: done)
         return len(done)
 
     # What moves here
@@ -310,15 +311,15 @@ class NameSync(Lookup):
         try:
             self.journal.commit()  # else a power failure could take the beginning, and leave what the log was told
             self._push_names()
-            self.store.log.move(_text(moving.old), _text(moving.new))
+            self.names_log.move(_text(moving.old), _text(moving.new))
         except MoonclipError as error:
             self._give_up(moving, error)
-        self._adopt_names(self.store.names(), time.time_ns(), lambda: [finish()])
+        self._adopt_names(self.names(), time.time_ns(), lambda: [finish()])
 
     def _give_up(self, moving: Moving, error: MoonclipError) -> None:
         """After a move that failed: whether it reached the log can be unknown."""
         try:
-            done = self._has_moved(moving, self.store.names())
+            done = self._has_moved(moving, self.names())
         except MoonclipError:
             raise error from None  # `_finish_move` looks again
         if done:
@@ -334,10 +335,10 @@ class NameSync(Lookup):
         moving = self.state.moving
         if moving is None:
             return
-        names, inode = self.store.names(), self._own_directory(moving.new)
+        names, inode = self.names(), self._own_directory(moving.new)
         if inode is not None and self._is_ahead(inode, moving) and not self._has_moved(moving, names):
             self._take_along(moving, inode)
-            names = self.store.names()
+            names = self.names()
 
         def records() -> Iterable[Record]:
             if self._has_moved(moving, names) and (rename := self._rename_of(moving)) is not None:
@@ -356,7 +357,7 @@ class NameSync(Lookup):
         """Move the name of a directory that was renamed while it was sealed."""
         try:
             self.journal.commit()  # what the log is told is known to the layer after a power failure too
-            self.store.log.move(_text(moving.old), _text(moving.new))
+            self.names_log.move(_text(moving.old), _text(moving.new))
         except (ExistsError, NotFoundError) as error:
             log.warning("/%s was renamed while it was sealed; its snapshot stays: %s", _text(moving.old), error)
             with self.lock:

@@ -8,35 +8,27 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, CorruptError, MoonclipError, NotFoundError, UsageError
+from moonclipfs.errors import BusyError, NotFoundError, UsageError
 from moonclipfs.layers.base import Caches
-from moonclipfs.layers.basing import BaseOf, capture, held, new_record, next_record, store_frozen
+from moonclipfs.layers.basing import BaseOf, capture, held, next_record, store_frozen
 from moonclipfs.layers.freezing import Frozen, freeze, thaw
-from moonclipfs.layers.layer import Fixed, Layer
+from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.overlayencoder import OverlayEncoder
+from moonclipfs.layers.overlayopening import make_layer, new_info, standing_on, take_layer
 from moonclipfs.layers.reclaim import Reclaimer
 from moonclipfs.layers.wholes import based_refs
 from moonclipfs.store.backend import FileOps
-from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
-from moonclipfs.store.layerdirs import layer_holder
 from moonclipfs.store.overlaydirs import (
     OverlayInfo,
-    add_name,
-    check_overlay_name,
-    find_overlay,
     naming,
-    new_layer_name,
     remove_overlay,
     rename_overlay,
-    require_free,
     set_info,
 )
 from moonclipfs.store.paths import check_path
@@ -84,24 +76,10 @@ class Overlay:
         Takes no longer for a large base. Raises ExistsError, UsageError for a bad name, NoSpaceError,
         PermissionDeniedError, BackendError; then nothing is there.
         """
-        _require_writable(store)
-        check_overlay_name(name)
-        now_ns = time.time_ns()
-        owner = {**_ourselves(mountpoint), **(owner or {})}
-        info = OverlayInfo(
-            name, new_layer_name(), created_ns=now_ns, quota=quota, ephemeral=ephemeral, dry_run=dry_run, owner=owner
+        info = new_info(
+            name, base, quota=quota, ephemeral=ephemeral, dry_run=dry_run, mountpoint=mountpoint, owner=owner
         )
-        info = _standing_on(info, base)
-        with naming(store.backend):
-            require_free(store.path, name)
-            fixed = Fixed(new_record(base, info, now_ns), caches, quota)
-            layer = Layer.open(store, info.layer, mountpoint=mountpoint, ops=ops, fixed=fixed)
-            try:
-                add_name(store.backend, info)
-            except BaseException:
-                layer.close()
-                raise
-        return cls(store, info, layer, mountpoint)
+        return cls(store, info, make_layer(store, info, base, mountpoint, caches, ops), mountpoint)
 
     @classmethod
     def open(
@@ -116,21 +94,7 @@ class Overlay:
         """Take an overlay of a store that is open for writing. Raises NotFoundError, BusyError, which names the holder,
         CorruptError, NoSpaceError, PermissionDeniedError, BackendError.
         """
-        _require_writable(store)
-        info = find_overlay(store.path, name)
-        try:
-            layer = Layer.open(store, info.layer, mountpoint=mountpoint, ops=ops, fixed=Fixed(None, caches, info.quota))
-        except BusyError:
-            raise BusyError(_busy(store, info)) from None
-        except NotFoundError:
-            find_overlay(store.path, name)  # discarded meanwhile?
-            raise CorruptError(f"overlay {name}: its directory layers/{info.layer} is gone: restore it") from None
-        try:
-            if find_overlay(store.path, name).layer != info.layer:
-                raise NotFoundError(f"no overlay {name} in {store.path}")
-        except BaseException:
-            layer.close()
-            raise
+        info, layer = take_layer(store, name, mountpoint, caches, ops)
         overlay = cls(store, info, layer, mountpoint)
         overlay._settle()
         return overlay
@@ -251,7 +215,7 @@ class Overlay:
         """Journal another base, unless something was changed since what it shows was frozen."""
         layer, based = self.layer, self.layer.state.based
         assert based is not None
-        info = _standing_on(self.info, base)
+        info = standing_on(self.info, base)
         with layer.lock:
             if layer.root.below > frozen.counter:
                 return False
@@ -328,31 +292,3 @@ def _require_no_writers(name: str, layer: Layer) -> None:
     """Under the lock."""
     if any(inode.writers for inode in layer.state.own.values()):
         raise BusyError(f"overlay {name} has files that are open for writing: close them first")
-
-
-def _standing_on(info: OverlayInfo, base: BaseOf) -> OverlayInfo:
-    one = base.version
-    path, number, sequence = (None, None, None) if one is None else (one.path, one.number, one.sequence)
-    sequence = None if base.foreign else sequence  # which counts in another log
-    return replace(
-        info, base=base.label, base_root=base.root, base_path=path, base_number=number, base_sequence=sequence
-    )
-
-
-def _require_writable(store: Store) -> None:
-    if not store.write:
-        raise UsageError(f"{store.path} is open for reading only: an overlay keeps its state there")
-
-
-def _ourselves(mountpoint: str) -> dict[str, object]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint}
-
-
-def _busy(store: Store, info: OverlayInfo) -> str:
-    try:
-        holder = layer_holder(store.path / LAYERS / info.layer) or {}
-    except MoonclipError:
-        holder = {}
-    where = f", mounted at {holder['mountpoint']}" if holder.get("mountpoint") else ""
-    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{where}"
-    return f"overlay {info.name} is in use by {who}: work with it there, or end that first"

@@ -248,8 +248,19 @@ def _set_aside(backend: LocalBackend, layer: str) -> Path | None:
 
 def _clear(gone: Path | None) -> None:
     """Delete what was set aside. What cannot be deleted stays for the next `sweep`."""
-    if gone is not None:
-        shutil.rmtree(gone, ignore_errors=True)
+    if gone is None:
+        return
+    elsewhere = gone / "staged-in"
+    if elsewhere.is_symlink():
+        shutil.rmtree(os.readlink(elsewhere), ignore_errors=True)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def discard_layer(backend: LocalBackend, layer: str) -> None:
+    """Delete a layer directory that no name leads to. Whoever calls this has its lock."""
+    with naming(backend):
+        gone = _set_aside(backend, layer)
+    _clear(gone)
 
 
 def sweep(backend: LocalBackend) -> list[str]:
