@@ -117,8 +117,9 @@ class ExpertStore:
             return False
 
     def write(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Make these the tensors of an expert, old or new, and return the length of its file. Durable when it returns.
+        """Make these the tensors of an expert, old or new, and return the length of its file.
 
+        The file is synced before it gets its name: after a crash, the whole old or the whole new one is there.
         A safetensors file keeps the metadata of the one that it replaces; one that is damaged is replaced all the same.
         Raises UsageError for the number of an expert
         that was deleted, and for tensors that the file cannot hold.
@@ -254,7 +255,7 @@ def _next_unused(directory: AnyPath) -> int:
 
 @contextmanager
 def _replacing(path: AnyPath) -> Iterator[IO[bytes]]:
-    """A file to write that becomes `path` when the block ends, durable, and nothing when it fails.
+    """A file to write that becomes `path` when the block ends, synced first, and nothing when it fails.
 
     Its name until then is hidden, and another one for each writer.
     """

@@ -179,7 +179,7 @@ class PagedExperts(nn.Module):
                 self._empty(self._index(expert))
 
     def flush(self) -> None:
-        """Write everything that changed to the files, durably; experts in slots stay there."""
+        """Write everything that changed to the files; experts in slots stay there."""
         for index in range(len(self.slots)):
             self._park(index)
         self.tiers.flush()

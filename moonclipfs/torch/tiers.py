@@ -136,7 +136,7 @@ class ExpertTiers:
             self._remove(expert)
 
     def flush(self) -> None:
-        """Write all changed experts to their files, durably; they stay in RAM."""
+        """Write all changed experts to their files; they stay in RAM."""
         with self._changed:
             experts = list(self._held)
         for expert in experts:
