@@ -30,6 +30,7 @@ from moonclipfs.store.paths import check_path
 from moonclipfs.store.retention import Rules, metric_of, step_of
 from moonclipfs.torch import parts, runs, saving
 from moonclipfs.torch.background import Background
+from moonclipfs.torch.casting import CastRules
 from moonclipfs.torch.loading import Loading
 from moonclipfs.torch.place import Place
 from moonclipfs.torch.reading import read_all
@@ -82,6 +83,7 @@ class CheckpointManager:
         """
         self.name = check_path(name)
         self._rules = None if retention is None else replace(retention, names=(name,))
+        self._cast = CastRules(save_dtype)
         self._async = async_save
         self._allow_pickle = allow_pickle
         self._most_bytes = max_shard_bytes
@@ -90,6 +92,7 @@ class CheckpointManager:
         self._background = Background()
         self._buffers = HostBuffers()
         self._published: saving.Published | None = None
+        self._told: set[str] = set()
         self._pid = os.getpid()
 
     # Saving
@@ -192,12 +195,13 @@ class CheckpointManager:
             raise UsageError(f"step {step}: a step is 0 or more")
         taken = parts.take(given, allow_pickle=self._allow_pickle)
         files = _contents(extra_files or {})
+        self._tell_unmatched(taken)
         self._background.wait()
         store = self._place.for_saving()
         staged, shared = saving.capture(taken, self._buffers)
         path = runs.path_of(self.name, step)
         record = {**about, runs.MANAGER: {"attempt": secrets.token_hex(8)}, runs.USER: dict(metadata or {})}
-        job = saving.Job(path, step, taken, staged, shared, files, record, self._published)
+        job = saving.Job(path, step, taken, staged, shared, files, record, self._cast, self._published)
         self._published = None
 
         def run() -> None:
@@ -213,6 +217,14 @@ class CheckpointManager:
         if failure is not None:
             raise failure
         return path
+
+    def _tell_unmatched(self, taken: Mapping[str, parts.Part]) -> None:
+        """Warn, once, of patterns of `save_dtype` that name nothing."""
+        names = [name for part in saving.CAST_PARTS if part in taken for name in taken[part].tensors]
+        for pattern in self._cast.without_match(names) if names else ():
+            if pattern not in self._told:
+                self._told.add(pattern)
+                log.warning("save_dtype: the pattern %r matches no tensor; they are called like %s", pattern, names[0])
 
     # Loading
 

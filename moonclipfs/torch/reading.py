@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 
 import torch
 
 from moonclipfs import limits
+from moonclipfs.torch.casting import Cast, restored
 from moonclipfs.torch.dtypes import as_bytes, memory_of
 from moonclipfs.torch.saved import SavedTensor
 
 _WINDOW = 256
 """Ranges that wait for a thread at one time."""
+_CAST_ELEMENTS = 1 << 20
+"""Elements that are restored from another dtype at a time."""
 
 
 def read_all(wanted: Iterable[tuple[SavedTensor, torch.Tensor]], pool: Executor) -> None:
@@ -26,13 +29,13 @@ def read_all(wanted: Iterable[tuple[SavedTensor, torch.Tensor]], pool: Executor)
     try:
         for saved, target in wanted:
             if _is_direct(saved, target):
-                window.read(saved, as_bytes(target.detach()))
+                window.read(saved, target.detach())
             else:
                 later.append((saved, target))
         window.finish()
         for saved, target in later:
             copy = torch.empty(saved.shape, dtype=saved.dtype)
-            window.read(saved, as_bytes(copy))
+            window.read(saved, copy)
             window.finish()
             with torch.no_grad():
                 target.copy_(copy)
@@ -52,12 +55,20 @@ class _Window:
         self._pending: set[Future[None]] = set()
 
     def read(self, saved: SavedTensor, out: torch.Tensor) -> None:
-        memory = memory_of(out)
-        for at in _starts(saved.length):
-            part = memory[at : at + limits.PREFETCH_BYTES]
-            self._pending.add(self._pool.submit(_fill, saved, at, part))
-            if len(self._pending) >= _WINDOW:
-                self._collect(wait(self._pending, return_when=FIRST_COMPLETED).done)
+        """Begin to read into a C-contiguous tensor of the saved dtype."""
+        if saved.cast is None:
+            memory = memory_of(as_bytes(out))
+            for at in range(0, saved.length, limits.PREFETCH_BYTES):
+                self._submit(_fill, saved, at, memory[at : at + limits.PREFETCH_BYTES])
+        else:
+            flat = out.reshape(-1)
+            for at in range(0, flat.numel(), _CAST_ELEMENTS):
+                self._submit(_fill_cast, saved, saved.cast, at, flat[at : at + _CAST_ELEMENTS])
+
+    def _submit(self, fill: Callable[..., None], *arguments: object) -> None:
+        self._pending.add(self._pool.submit(fill, *arguments))
+        if len(self._pending) >= _WINDOW:
+            self._collect(wait(self._pending, return_when=FIRST_COMPLETED).done)
 
     def finish(self) -> None:
         """Wait for all of it. Raises what reading raised."""
@@ -73,12 +84,15 @@ class _Window:
             future.result()
 
 
-def _starts(length: int) -> Iterator[int]:
-    return iter(range(0, length, limits.PREFETCH_BYTES))
-
-
 def _fill(saved: SavedTensor, at: int, out: memoryview) -> None:
     if len(out) < limits.BLOCK_BYTES:
         saved.reader.read_into(saved.offset + at, out)  # small tensors share their blocks with others
     else:
         saved.reader.stream_into(saved.offset + at, out)
+
+
+def _fill_cast(saved: SavedTensor, how: Cast, first: int, out: torch.Tensor) -> None:
+    narrow = torch.empty(out.numel(), dtype=how.dtype)
+    _fill(saved, first * how.dtype.itemsize, memory_of(as_bytes(narrow)))
+    with torch.no_grad():
+        out.copy_(restored(narrow, how))

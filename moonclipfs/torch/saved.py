@@ -15,6 +15,7 @@ from moonclipfs.formats.layout import Tensor
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import close_names
+from moonclipfs.torch.casting import Cast
 from moonclipfs.torch.dtypes import BY_WORD, CARRIERS, dtype_named
 from moonclipfs.torch.parts import STATE_FILE, namer_of
 from moonclipfs.torch.saving import FORMAT, VERSION
@@ -24,7 +25,10 @@ from moonclipfs.types import Version
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor of a snapshot: what it is to torch, and where its bytes are."""
+    """One tensor of a snapshot: what it is to torch, and where its bytes are.
+
+    `cast` tells how it was cast for saving: it has the dtype `cast.dtype` in the file then, and is to become `dtype`.
+    """
 
     name: str
     dtype: torch.dtype
@@ -32,6 +36,7 @@ class SavedTensor:
     reader: FileReader
     offset: int
     length: int
+    cast: Cast | None = None
 
 
 class Saved:
@@ -107,7 +112,14 @@ class Saved:
         if dtype is None or carrier is None or carrier.word != word:
             raise CorruptError(f"{self.id}: {tensor.name} is of {named or word}, a dtype that this torch does not have")
         shape = tensor.shape if carrier.parts == 1 else tensor.shape[:-1]
-        return SavedTensor(tensor.name, dtype, shape, reader, tensor.offset, tensor.length)
+        how = None
+        if tensor.name in about.get("cast", {}):
+            source, exponent = about["cast"][tensor.name]
+            was = dtype_named(source)
+            if was is None:
+                raise CorruptError(f"{self.id}: {tensor.name} was of {source}, a dtype that this torch does not have")
+            how, dtype = Cast(was, dtype, int(exponent)), was
+        return SavedTensor(tensor.name, dtype, shape, reader, tensor.offset, tensor.length, how)
 
     def _in_file(self, file: str) -> list[tuple[Tensor, FileReader]]:
         try:

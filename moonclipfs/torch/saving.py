@@ -18,6 +18,7 @@ from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.kept import Kept
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.store import Store, root_metadata
+from moonclipfs.torch.casting import Cast, CastReader, CastRules, plan
 from moonclipfs.torch.dtypes import CARRIERS, carrier_of, dtype_name, memory_of
 from moonclipfs.torch.parts import STATE_FILE, Part
 from moonclipfs.torch.sharing import Key, groups, same_place
@@ -27,6 +28,8 @@ from moonclipfs.types import NO_ID, Attributes, Buffer, BytesSource, Entry, Entr
 
 FORMAT = "moonclipfs-state"
 VERSION = 1
+CAST_PARTS = ("model", "optimizer")
+"""The parts whose tensors are cast: a step count or what is in `extra` is not to be rounded. Nor is any scalar."""
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class Job:
     extra_files: Mapping[str, bytes]
     metadata: dict[str, Any]
     """What the log record is to say."""
+    rules: CastRules
     after: Published | None = None
     """The save whose bytes are those of tensors that are `unchanged`."""
 
@@ -90,14 +94,15 @@ def _files(job: Job, most_bytes: int) -> tuple[dict[str, TensorFile], dict[str, 
     plain = dict(job.extra_files)
     described = {}
     for name, part in job.parts.items():
-        tensors = [_file_tensor(tensor_name, staged) for tensor_name, staged in job.staged[name].items()]
+        casts = _casts(name, job.staged[name], job.rules)
+        tensors = [_file_tensor(one, staged, casts.get(one)) for one, staged in job.staged[name].items()]
         mine: dict[str, TensorFile] = {}
         if tensors:
             mine, index = part_files(name, tensors, most_bytes)
             if index:
                 plain[f"{name}.safetensors.index.json"] = index
         files |= mine
-        described[name] = _described(part, job.staged[name], list(mine))
+        described[name] = _described(part, job.staged[name], casts, list(mine))
     state = {
         "format": FORMAT,
         "version": VERSION,
@@ -110,12 +115,31 @@ def _files(job: Job, most_bytes: int) -> tuple[dict[str, TensorFile], dict[str, 
     return files, plain
 
 
-def _described(part: Part, staged: Mapping[str, Staged], files: list[str]) -> dict[str, Any]:
+def _casts(part: str, staged: Mapping[str, Staged], rules: CastRules) -> dict[str, Cast]:
+    """How tensors of a part are cast, by name; nothing is said of those that stay as they are."""
+    found = {}
+    for name, one in staged.items() if part in CAST_PARTS else ():
+        dtype = rules.dtype_for(name, one.dtype)
+        if dtype is not one.dtype and one.shape:
+            how = plan(one.bytes.view(one.dtype), dtype, name)
+            if how is not None:
+                found[name] = how
+    return found
+
+
+def _described(part: Part, staged: Mapping[str, Staged], casts: Mapping[str, Cast], files: list[str]) -> dict[str, Any]:
     dtypes = {name: dtype_name(one.dtype) for name, one in staged.items() if not CARRIERS[one.dtype].exact}
-    return {"files": files, "parameters": part.parameters, "dtypes": dtypes, "tree": part.tree}
+    about = {"files": files, "parameters": part.parameters, "dtypes": dtypes, "tree": part.tree}
+    if casts:
+        about["cast"] = {name: [dtype_name(how.source), how.exponent] for name, how in casts.items()}
+    return about
 
 
-def _file_tensor(name: str, staged: Staged) -> FileTensor:
+def _file_tensor(name: str, staged: Staged, how: Cast | None) -> FileTensor:
+    if how is not None:
+        reader = CastReader(staged.bytes.view(staged.dtype), how)
+        word = CARRIERS[how.dtype].word
+        return FileTensor(name, word, staged.shape, reader.length, reader.read, staged.unchanged)
     carrier = CARRIERS[staged.dtype]
     shape = staged.shape if carrier.parts == 1 else (*staged.shape, carrier.parts)
     memory = memory_of(staged.bytes)
