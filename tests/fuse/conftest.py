@@ -42,6 +42,27 @@ class Mounted:
         """What the server has logged so far."""
         return self.log.read_text() if self.log.exists() else ""
 
+    def flush(self) -> None:
+        """Return when all that was written is stored."""
+        ask(str(self.path), "flush", None)
+
+
+@dataclass
+class Overlaid(Mounted):
+    """An overlay of a mount at `root`, as a place to write to as any mount is; its log begins with it."""
+
+    root: Path
+    log_begins: int
+
+    def stats(self) -> dict[str, Any]:
+        return ask(str(self.root), "stats")
+
+    def log_text(self) -> str:
+        return super().log_text()[self.log_begins :]
+
+    def flush(self) -> None:
+        ask(str(self.root), "overlay_flush", None, name=self.path.name)
+
 
 Mounter = Callable[..., Mounted]
 
@@ -169,6 +190,52 @@ SMALL_FILES = {
     "latest": "model.bin",
     "sub": {"deep": {"x": b"deep"}, "y": b"y" * 513},
 }
+
+
+@pytest.fixture(scope="session")
+def overlays(fuse: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
+    """A mount that overlays are made in, for all tests: each makes its own, on the snapshot `base` or on nothing."""
+    directory = tmp_path_factory.mktemp("overlays")
+    place, log = directory / "mnt", directory / "log"
+    place.mkdir()
+    Store.create(directory / "store").close()
+    with Store.open(directory / "store", write=True, index_path=directory / "index.sqlite") as store:
+        publish(store, "base", {"run1": {"a": SMALL_FILES}})
+        assert mount(store.path, place, MountOptions(log=str(log))) == 0
+        pid = server_pid(str(place))
+        assert pid is not None
+        mounted = Mounted(store.path, place, log, pid)
+        yield mounted
+        clear(mounted)
+        eventually(lambda: not processes_of(store.path), 30)
+
+
+def overlaid(overlays: Mounted, base: str) -> Iterator[Overlaid]:
+    """A new overlay of a mount, thrown away behind the test."""
+    name, begins = f"o{time.monotonic_ns()}", len(overlays.log_text())
+    ask(str(overlays.path), "overlay_create", None, name=name, base=base)
+    path = overlays.path / "@overlays" / name
+    yield Overlaid(overlays.store, path, overlays.log, overlays.pid, overlays.path, begins)
+    ask(str(overlays.path), "overlay_discard", None, name=name, force=True)
+
+
+@pytest.fixture
+def overlay(overlays: Mounted) -> Iterator[Overlaid]:
+    """An overlay of a snapshot that holds run1/a, made of SMALL_FILES."""
+    yield from overlaid(overlays, "base")
+
+
+@pytest.fixture
+def empty_overlay(overlays: Mounted) -> Iterator[Overlaid]:
+    """An overlay of nothing."""
+    yield from overlaid(overlays, "")
+
+
+@pytest.fixture(params=["live", "overlay"])
+def anywhere(request: pytest.FixtureRequest) -> Mounted:
+    """Where programs write: a mount, or an overlay; both have run1/a, made of SMALL_FILES."""
+    found: Mounted = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture

@@ -19,11 +19,14 @@ STEPS = 3000
 Exercise = Callable[[int, int], None]
 
 
-@pytest.fixture(params=["extension", "plain"])
-def exercised(
-    request: pytest.FixtureRequest, store: Store, mounter: Mounter, monkeypatch: pytest.MonkeyPatch
-) -> Mounted:
-    """A writable mount, greeted with and without the flags of the extension."""
+@pytest.fixture(params=["extension", "plain", "overlay"])
+def exercised(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mounted:
+    """A writable mount, greeted with and without the flags of the extension, and an overlay of one."""
+    if request.param == "overlay":
+        overlay: Mounted = request.getfixturevalue("empty_overlay")
+        return overlay
+    store: Store = request.getfixturevalue("store")
+    mounter: Mounter = request.getfixturevalue("mounter")
     if request.param == "plain":
         monkeypatch.setenv("MOONCLIPFS_INIT_FLAGS", "0")
     mounted = mounter(store.path, read_only=False)

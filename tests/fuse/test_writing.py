@@ -57,11 +57,11 @@ def child(code: str, *args: object) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def sides(live: Mounted, tmp_path: Path) -> Sides:
+def sides(anywhere: Mounted, tmp_path: Path) -> Sides:
     """A new directory on a mount beside one on the plain disk."""
-    (live.path / "work").mkdir()
+    (anywhere.path / "work").mkdir()
     (tmp_path / "plain").mkdir()
-    return Sides(live.path / "work", tmp_path / "plain")
+    return Sides(anywhere.path / "work", tmp_path / "plain")
 
 
 def test_a_mount_takes_files_and_gives_them_back(live: Mounted) -> None:
@@ -141,8 +141,8 @@ def test_what_was_written_is_there_after_a_remount(live: Mounted, mounter: Mount
     assert not (again.path / "run1/a/empty").exists()
 
 
-def test_r013_a_reader_of_an_empty_file_sees_what_is_appended(live: Mounted) -> None:
-    path = live.path / "f"
+def test_r013_a_reader_of_an_empty_file_sees_what_is_appended(anywhere: Mounted) -> None:
+    path = anywhere.path / "f"
     path.write_bytes(b"")
     with path.open("rb", buffering=0) as reader, path.open("ab", buffering=0) as writer:
         assert reader.read() == b""
@@ -152,8 +152,8 @@ def test_r013_a_reader_of_an_empty_file_sees_what_is_appended(live: Mounted) -> 
         assert os.pread(reader.fileno(), 6000, 0) == b"abc" + b"d" * 5000
 
 
-def test_r017_the_sequence_of_safetensors(live: Mounted) -> None:
-    target, temporary = live.path / "model.safetensors", live.path / ".tmpAb"
+def test_r017_the_sequence_of_safetensors(anywhere: Mounted) -> None:
+    target, temporary = anywhere.path / "model.safetensors", anywhere.path / ".tmpAb"
     target.write_bytes(b"old" * 1000)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.ftruncate(descriptor, 3 * MIB)
@@ -181,13 +181,13 @@ def test_r019_chmod_utime_and_replace_persist(live: Mounted, mounter: Mounter) -
     assert (again.path / "@versions/run1/a/1/model.bin").read_bytes() == SMALL_FILES["model.bin"]
 
 
-def test_r021_a_map_keeps_the_bytes_of_a_file_that_is_replaced(live: Mounted) -> None:
-    path = live.path / "p"
+def test_r021_a_map_keeps_the_bytes_of_a_file_that_is_replaced(anywhere: Mounted) -> None:
+    path = anywhere.path / "p"
     path.write_bytes(b"A" * 8192)
     for access in (mmap.ACCESS_READ, mmap.ACCESS_COPY):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=access) as mapped:
-            (live.path / "tmp").write_bytes(b"B" * 8192)
-            os.replace(live.path / "tmp", path)
+            (anywhere.path / "tmp").write_bytes(b"B" * 8192)
+            os.replace(anywhere.path / "tmp", path)
             assert mapped[:] == b"A" * 8192
             assert path.read_bytes() == b"B" * 8192
         path.write_bytes(b"A" * 8192)
@@ -206,19 +206,19 @@ def test_r023_random_writes_anywhere(sides: Sides) -> None:
     sides.compare()
 
 
-def test_r025_a_file_is_readable_while_it_is_written(live: Mounted) -> None:
+def test_r025_a_file_is_readable_while_it_is_written(anywhere: Mounted) -> None:
     data = os.urandom(300 * 1024)
-    with (live.path / "f").open("wb", buffering=0) as writer:
+    with (anywhere.path / "f").open("wb", buffering=0) as writer:
         writer.write(data)
         code = "import os, sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
-        read = subprocess.run([sys.executable, "-c", code, live.path / "f"], capture_output=True, check=True).stdout
+        read = subprocess.run([sys.executable, "-c", code, anywhere.path / "f"], capture_output=True, check=True).stdout
         assert read == data
-        assert (live.path / "f").stat().st_size == 307_200
+        assert (anywhere.path / "f").stat().st_size == 307_200
 
 
 @pytest.mark.parametrize("call", ["flock", "lockf"])
-def test_r027_locks_exclude_and_end_with_their_holder(live: Mounted, call: str) -> None:
-    path = live.path / "lock"
+def test_r027_locks_exclude_and_end_with_their_holder(anywhere: Mounted, call: str) -> None:
+    path = anywhere.path / "lock"
     path.touch()
     holder = child(
         """
@@ -281,15 +281,15 @@ def test_r031_directory_renames_have_the_errnos_of_posix(sides: Sides) -> None:
             sides.compare()
 
 
-def test_r031_a_lister_sees_exactly_one_name(live: Mounted) -> None:
-    (live.path / "d/tmp-checkpoint-1").mkdir(parents=True)
-    names = [live.path / "d/tmp-checkpoint-1", live.path / "d/checkpoint-1"]
+def test_r031_a_lister_sees_exactly_one_name(anywhere: Mounted) -> None:
+    (anywhere.path / "d/tmp-checkpoint-1").mkdir(parents=True)
+    names = [anywhere.path / "d/tmp-checkpoint-1", anywhere.path / "d/checkpoint-1"]
     seen: list[list[str]] = []
     done = threading.Event()
 
     def look() -> None:
         while not done.is_set():
-            seen.append(os.listdir(live.path / "d"))
+            seen.append(os.listdir(anywhere.path / "d"))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -301,8 +301,8 @@ def test_r031_a_lister_sees_exactly_one_name(live: Mounted) -> None:
     assert len(seen) > 20
 
 
-def test_r033_fallocate_is_not_supported_and_its_emulation_works(live: Mounted) -> None:
-    with (live.path / "f").open("w+b", buffering=0) as file:
+def test_r033_fallocate_is_not_supported_and_its_emulation_works(anywhere: Mounted) -> None:
+    with (anywhere.path / "f").open("w+b", buffering=0) as file:
         file.write(b"kept")
         assert LIBC.fallocate(file.fileno(), 0, ctypes.c_long(0), ctypes.c_long(MIB)) == -1
         assert ctypes.get_errno() == errno.EOPNOTSUPP
@@ -314,32 +314,32 @@ def test_r033_fallocate_is_not_supported_and_its_emulation_works(live: Mounted) 
             mapped[:] = b"m" * MIB
             mapped.flush()
         assert time.monotonic() - began < 5
-    assert (live.path / "f").read_bytes() == b"m" * MIB
-    assert errno_of(os.open, live.path, os.O_TMPFILE | os.O_RDWR) == errno.EOPNOTSUPP
+    assert (anywhere.path / "f").read_bytes() == b"m" * MIB
+    assert errno_of(os.open, anywhere.path, os.O_TMPFILE | os.O_RDWR) == errno.EOPNOTSUPP
 
 
-def test_r043_names_change_on_a_full_disk(live: Mounted) -> None:
-    os.symlink("step_7", live.path / "LATEST")
-    os.symlink("step_8", live.path / "L.tmp")
-    os.replace(live.path / "L.tmp", live.path / "LATEST")
-    assert os.readlink(live.path / "LATEST") == "step_8"
+def test_r043_names_change_on_a_full_disk(anywhere: Mounted) -> None:
+    os.symlink("step_7", anywhere.path / "LATEST")
+    os.symlink("step_8", anywhere.path / "L.tmp")
+    os.replace(anywhere.path / "L.tmp", anywhere.path / "LATEST")
+    assert os.readlink(anywhere.path / "LATEST") == "step_8"
 
 
-def test_r101_blocks_and_links_are_filled_in(live: Mounted) -> None:
+def test_r101_blocks_and_links_are_filled_in(anywhere: Mounted) -> None:
     for size, least in ((0, 0), (12, 1), (513, 2), (5 * MIB, 5 * MIB // 512)):
-        path = live.path / f"f{size}"
+        path = anywhere.path / f"f{size}"
         path.write_bytes(b"x" * size)
         status = path.stat()
         assert status.st_blocks == least
         assert status.st_nlink == 1
         assert status.st_blksize >= 4096
-    (live.path / "d/e").mkdir(parents=True)
-    assert (live.path / "d").stat().st_nlink == 3
-    with (live.path / "sparse").open("wb") as file:
+    (anywhere.path / "d/e").mkdir(parents=True)
+    assert (anywhere.path / "d").stat().st_nlink == 3
+    with (anywhere.path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
         file.seek(1 << 39)
         file.write(b"x")
-    status = (live.path / "sparse").stat()
+    status = (anywhere.path / "sparse").stat()
     assert status.st_size == 1 << 40
     assert 0 < status.st_blocks < 1000
 
@@ -365,10 +365,10 @@ def test_r103_watchers_are_told_of_local_changes(live: Mounted, store: Store) ->
 
 
 @pytest.mark.parametrize("home", ["snapshot", "written", "open"])
-def test_r001_every_file_can_be_mapped_shared(live: Mounted, home: str) -> None:
-    path, data = live.path / "f", os.urandom(16_384)
+def test_r001_every_file_can_be_mapped_shared(anywhere: Mounted, home: str) -> None:
+    path, data = anywhere.path / "f", os.urandom(16_384)
     if home == "snapshot":
-        path, data = live.path / "run1/a/model.bin", bytes(SMALL_FILES["model.bin"])  # type: ignore[arg-type]
+        path, data = anywhere.path / "run1/a/model.bin", bytes(SMALL_FILES["model.bin"])  # type: ignore[arg-type]
     else:
         path.write_bytes(data)
     with path.open("r+b" if home == "open" else "rb", buffering=0) as file:
@@ -381,9 +381,9 @@ def test_r001_every_file_can_be_mapped_shared(live: Mounted, home: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_RDWR | os.O_TRUNC])
-def test_maps_and_readers_see_what_is_written(live: Mounted, flags: int) -> None:
+def test_maps_and_readers_see_what_is_written(anywhere: Mounted, flags: int) -> None:
     """Maps, cached reads, direct reads and writes of one file see each other, however it was opened."""
-    path = live.path / "f"
+    path = anywhere.path / "f"
     path.write_bytes(b"a" * 65_536)
     with path.open("rb", buffering=0) as reader, path.open("r+b", buffering=0) as mapper:
         assert reader.read() == b"a" * 65_536
@@ -411,7 +411,7 @@ def test_maps_and_readers_see_what_is_written(live: Mounted, flags: int) -> None
     assert path.read_bytes()[100:104] == b"cdcc"
 
 
-def test_appends_of_two_processes_are_all_there(live: Mounted) -> None:
+def test_appends_of_two_processes_are_all_there(anywhere: Mounted) -> None:
     """Two processes append to one file, and no line is lost or torn."""
     code = """
         import os, sys
@@ -419,11 +419,11 @@ def test_appends_of_two_processes_are_all_there(live: Mounted) -> None:
         for number in range(500):
             os.write(descriptor, b"%s %d %s\\n" % (sys.argv[2].encode(), number, b"x" * 100))
     """
-    both = [child(code, live.path / "log", name) for name in ("one", "two")]
+    both = [child(code, anywhere.path / "log", name) for name in ("one", "two")]
     for process in both:
         process.communicate()
         assert process.returncode == 0
-    lines = (live.path / "log").read_bytes().splitlines()
+    lines = (anywhere.path / "log").read_bytes().splitlines()
     assert len(lines) == 1000
     assert {line.split()[2] for line in lines} == {b"x" * 100}
     assert sorted(lines) == sorted(
@@ -431,13 +431,13 @@ def test_appends_of_two_processes_are_all_there(live: Mounted) -> None:
     )
 
 
-def test_direct_io(live: Mounted) -> None:
+def test_direct_io(anywhere: Mounted) -> None:
     """O_DIRECT reads and writes work beside cached ones."""
     buffer = mmap.mmap(-1, 1 << 20)
     buffer[:] = b"d" * (1 << 20)
-    descriptor = os.open(live.path / "f", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    descriptor = os.open(anywhere.path / "f", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     assert os.write(descriptor, buffer) == 1 << 20
-    assert (live.path / "f").read_bytes() == b"d" * (1 << 20)
+    assert (anywhere.path / "f").read_bytes() == b"d" * (1 << 20)
     buffer[:] = bytes(1 << 20)
     assert os.preadv(descriptor, [buffer], 0) == 1 << 20
     assert buffer[:] == b"d" * (1 << 20)
@@ -445,9 +445,9 @@ def test_direct_io(live: Mounted) -> None:
     buffer.close()
 
 
-def test_what_is_removed_stays_for_those_who_have_it_open(live: Mounted) -> None:
+def test_what_is_removed_stays_for_those_who_have_it_open(anywhere: Mounted) -> None:
     """An open file outlives its name, also one of a snapshot, and can be written to still."""
-    for path in (live.path / "new", live.path / "run1/a/model.bin"):
+    for path in (anywhere.path / "new", anywhere.path / "run1/a/model.bin"):
         if not path.exists():
             path.write_bytes(b"n" * 300_000)
         data = path.read_bytes()
@@ -490,25 +490,25 @@ def test_names_with_an_at_sign_are_kept_for_the_mount(live: Mounted) -> None:
     assert os.listdir(live.path / "run1") in (["a", "@mine"], ["@mine", "a"])
 
 
-def test_a_listing_that_is_rewound_shows_what_is_new(live: Mounted) -> None:
+def test_a_listing_that_is_rewound_shows_what_is_new(anywhere: Mounted) -> None:
     """rewinddir shows the names that have come and gone meanwhile."""
-    (live.path / "d").mkdir()
-    descriptor = os.open(live.path / "d", os.O_RDONLY)
+    (anywhere.path / "d").mkdir()
+    descriptor = os.open(anywhere.path / "d", os.O_RDONLY)
     assert os.listdir(descriptor) == []
-    (live.path / "d/x").touch()
+    (anywhere.path / "d/x").touch()
     assert os.listdir(descriptor) == ["x"]
     os.close(descriptor)
 
 
-def test_removing_while_listing_misses_nothing(live: Mounted) -> None:
+def test_removing_while_listing_misses_nothing(anywhere: Mounted) -> None:
     """rm -r of a large directory removes everything in it."""
-    (live.path / "d").mkdir()
+    (anywhere.path / "d").mkdir()
     for number in range(1500):
-        (live.path / f"d/{number}").touch()
-    with os.scandir(live.path / "d") as entries:
+        (anywhere.path / f"d/{number}").touch()
+    with os.scandir(anywhere.path / "d") as entries:
         for entry in entries:
             os.unlink(entry.path)
-    os.rmdir(live.path / "d")
+    os.rmdir(anywhere.path / "d")
 
 
 def test_absence_is_remembered_until_a_name_comes(live: Mounted, store: Store) -> None:
@@ -591,9 +591,9 @@ def test_times_that_no_file_can_have_become_the_nearest(live: Mounted, seconds: 
     assert os.stat(live.path / "@versions/run/1/f").st_mtime_ns == kept * 10**9
 
 
-def test_times_never_go_back(live: Mounted) -> None:
+def test_times_never_go_back(anywhere: Mounted) -> None:
     """Times that the kernel gives and those that the mount gives are of one clock: later changes are not earlier."""
-    path, before = live.path / "f", 0
+    path, before = anywhere.path / "f", 0
     for _ in range(50):
         for change in (path.touch, lambda: path.write_bytes(b"x"), lambda: os.utime(path)):
             change()

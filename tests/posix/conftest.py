@@ -13,9 +13,9 @@ import pytest
 
 from moonclipfs.fuse.mount import unmount
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import Mounted, Mounter, fuse, mounter
+from tests.fuse.conftest import Mounted, Mounter, empty_overlay, fuse, mounter, overlays
 
-__all__ = ["fuse", "mounted", "mounter", "shared"]
+__all__ = ["empty_overlay", "fuse", "mounted", "mounter", "overlays", "shared", "writable"]
 
 
 class Shared(NamedTuple):
@@ -30,6 +30,13 @@ class Shared(NamedTuple):
 def mounted(store: Store, mounter: Mounter) -> Mounted:
     """An empty mount that can be written to."""
     return mounter(store.path, read_only=False)
+
+
+@pytest.fixture(params=["mounted", "empty_overlay"])
+def writable(request: pytest.FixtureRequest) -> Mounted:
+    """An empty place to write to: a mount, or an overlay of one."""
+    found: Mounted = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture

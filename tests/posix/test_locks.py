@@ -29,10 +29,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _IN_EVENTS = 0x00000FFF
 
 
-@pytest.fixture(params=["mount", "plain"])
-def place(request: pytest.FixtureRequest, mounted: Mounted, tmp_path: Path) -> Path:
-    """A directory of a mount, and one of the disk: the tests say the same of both."""
-    directory: Path = (mounted.path if request.param == "mount" else tmp_path) / "here"
+@pytest.fixture(params=["mounted", "empty_overlay", "plain"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A directory of a mount, of an overlay, and of the disk: the tests say the same of all."""
+    directory: Path = (tmp_path if request.param == "plain" else request.getfixturevalue(request.param).path) / "here"
     directory.mkdir()
     return directory
 

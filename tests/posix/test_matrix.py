@@ -27,32 +27,47 @@ TICK_SECONDS = 0.006
 class Beside:
     """The same calls in two trees by one user; the trees are made anew after a change."""
 
-    def __init__(self, shared: Shared, user: User, *, stored: bool = False) -> None:
-        """`stored` is for trees of a mount that are unchanged snapshots."""
+    def __init__(self, shared: Shared, user: User, kind: str = "live") -> None:
+        """`kind` tells what the trees of the mount are: made there, unchanged snapshots (`clone`), or `overlay`s of
+        one.
+        """
         self.shared = shared
         self.worker = Worker(user)
         self.plain = shared.plain / "tree"
         self.mount = shared.mount / "tree"
         self.succeeded = 0
-        self._stored = stored
+        self._kind = kind
         self._made = 0
-        if stored:
+        if kind == "clone":
             _build(shared.mount / "base")
-            ask(str(shared.mounted.path), "seal", None, path="side/base")
+            self._ask("seal", path="side/base")
+        elif kind == "overlay":
+            (shared.mount / "base").mkdir()
+            (shared.mount / "base").chmod(0o1777)
+            _build(shared.mount / "base/tree")
+            self._ask("seal", path="side/base")
         self._make()
+
+    def _ask(self, operation: str, **arguments: Any) -> None:
+        ask(str(self.shared.mounted.path), operation, None, **arguments)
 
     def _make(self) -> None:
         _build(self.plain)
-        if self._stored:
+        before, now = f"tree{self._made}", f"tree{self._made + 1}"
+        if self._kind == "clone":
             if self._made:
                 shutil.rmtree(self.mount)
-            self._made += 1
-            self.mount = self.shared.mount / f"tree{self._made}"
-            target = f"side/{self.mount.name}"
-            ask(str(self.shared.mounted.path), "clone", None, source="side/base", target=target)
+            self.mount = self.shared.mount / now
+            self._ask("clone", source="side/base", target=f"side/{now}")
             eventually(self.mount.exists)
+        elif self._kind == "overlay":
+            if self._made:
+                self._ask("overlay_discard", name=before)
+            self.mount = self.shared.mounted.path / "@overlays" / now / "tree"
+            self._ask("overlay_create", name=now, base="side/base")
         else:
             _build(self.mount)
+        self._made += 1
         self.before = {root: look(root) for root in (self.plain, self.mount)}
         assert self.before[self.plain][0] == self.before[self.mount][0]
         time.sleep(TICK_SECONDS)
@@ -113,7 +128,14 @@ def beside(request: pytest.FixtureRequest, shared: Shared) -> Iterator[Beside]:
 
 @pytest.fixture(params=USERS, ids=lambda user: user.name)
 def beside_stored(request: pytest.FixtureRequest, shared: Shared) -> Iterator[Beside]:
-    both = Beside(shared, request.param, stored=True)
+    both = Beside(shared, request.param, "clone")
+    yield both
+    both.worker.close()
+
+
+@pytest.fixture(params=USERS, ids=lambda user: user.name)
+def beside_overlay(request: pytest.FixtureRequest, shared: Shared) -> Iterator[Beside]:
+    both = Beside(shared, request.param, "overlay")
     yield both
     both.worker.close()
 
@@ -145,6 +167,27 @@ def test_calls_change_a_snapshot_as_they_change_ext4(beside_stored: Beside) -> N
     """Calls on what is stored, and was not changed before, have the errno and the effects of ext4."""
     rng = random.Random(2)
     beside_stored.check_all(rng.sample(inside(singles(beside_stored.worker.user)), 80) + rng.sample(pairs(), 60))
+
+
+def test_calls_change_an_overlay_as_they_change_ext4(beside_overlay: Beside) -> None:
+    """Calls on what shows through in an overlay have the errno and the effects of ext4."""
+    rng = random.Random(3)
+    beside_overlay.check_all(rng.sample(inside(singles(beside_overlay.worker.user)), 40) + rng.sample(pairs(), 40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_call_of_one_path_changes_an_overlay_as_it_changes_ext4(beside_overlay: Beside) -> None:
+    beside_overlay.check_all(inside(singles(beside_overlay.worker.user)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("call", TWO_PATHS, ids=lambda call: call.__name__)
+def test_calls_of_two_paths_change_an_overlay_as_they_change_ext4(
+    beside_overlay: Beside, call: Callable[..., Any]
+) -> None:
+    beside_overlay.check_all(random.Random(4).sample([case for case in pairs() if case[0] is call], 300))
 
 
 @pytest.mark.slow

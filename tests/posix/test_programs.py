@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from moonclipfs.fuse.control import ask
 from tests.fuse.conftest import Mounted
 from tests.fuse.sides import describe
 
@@ -80,23 +79,23 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_trees_are_copied_in_and_out(mounted: Mounted, tmp_path: Path, way: str) -> None:
+def test_trees_are_copied_in_and_out(writable: Mounted, tmp_path: Path, way: str) -> None:
     """Copies into a mount, within it and out of it have all that there was: bytes, links, owners, times, attributes."""
     need(COPIES[way][0])
     make_tree(tmp_path / "source")
     if way == "tar":
         (tmp_path / "source/sock").unlink()  # it archives none
-    places = [tmp_path / "source", mounted.path / "in", mounted.path / "within", tmp_path / "out"]
+    places = [tmp_path / "source", writable.path / "in", writable.path / "within", tmp_path / "out"]
     for source, target in pairwise(places):
         run(*(word.format(source=source, target=target) for word in COPIES[way]))
-        if source == mounted.path / "in":
-            ask(str(mounted.path), "flush", None)
+        if source == writable.path / "in":
+            writable.flush()
     shown = [portrait(place) for place in places]
     assert shown[1] == shown[2] == shown[3] == shown[0]
     assert all(len(found) > 40 for found in shown)
     if way.startswith("rsync"):
         assert run("rsync", "-aHXni", "--specials", "--checksum", f"{places[0]}/", f"{places[1]}/") == ""
-    assert "ERROR" not in mounted.log_text()
+    assert "ERROR" not in writable.log_text()
 
 
 def portrait(place: Path) -> dict[str, list[object]]:
@@ -108,9 +107,9 @@ def portrait(place: Path) -> dict[str, list[object]]:
     return found
 
 
-def test_find_and_du_agree_with_the_tree(mounted: Mounted, tmp_path: Path) -> None:
+def test_find_and_du_agree_with_the_tree(writable: Mounted, tmp_path: Path) -> None:
     """find by type, links, size and time, du by apparent size, ls and grep say of a mount what they say of a disk."""
-    for root in (tmp_path / "tree", mounted.path / "tree"):
+    for root in (tmp_path / "tree", writable.path / "tree"):
         make_tree(root)
         for path in (root / "sub").rglob("file*"):
             path.write_bytes(path.name.encode() * 100)
@@ -129,7 +128,7 @@ def test_find_and_du_agree_with_the_tree(mounted: Mounted, tmp_path: Path) -> No
         ["cksum", "sparse", "empty"],
     ]
     for question in questions:
-        said = [run(*question, cwd=root).split("\n") for root in (tmp_path / "tree", mounted.path / "tree")]
+        said = [run(*question, cwd=root).split("\n") for root in (tmp_path / "tree", writable.path / "tree")]
         assert sorted(filter(_is_of_file, said[0])) == sorted(filter(_is_of_file, said[1])), question
 
 
@@ -138,9 +137,9 @@ def _is_of_file(line: str) -> bool:
     return not line.startswith("d") and not line.endswith(("\t./sub", "/deep", "/er", "\t."))
 
 
-def test_archives_are_made_and_taken_apart(mounted: Mounted, tmp_path: Path) -> None:
+def test_archives_are_made_and_taken_apart(writable: Mounted, tmp_path: Path) -> None:
     """zip, gzip, dd, patch, sed -i, split, sort and install work in a mount."""
-    place = mounted.path / "work"
+    place = writable.path / "work"
     place.mkdir()
     (place / "text").write_text("\n".join(str(number * 7919 % 10007) for number in range(20_000)) + "\n")
     run("sh", "-ec", """
@@ -162,7 +161,7 @@ def test_archives_are_made_and_taken_apart(mounted: Mounted, tmp_path: Path) -> 
         rm -r moved part.*; test "$(find . -type d | wc -l)" = 3
         exec 9> lock; flock -n 9 true; flock -n 9; ! flock -n lock true
     """, cwd=place)  # fmt: skip
-    assert "ERROR" not in mounted.log_text()
+    assert "ERROR" not in writable.log_text()
 
 
 def _count_up(path: str, me: int, count: int) -> None:
@@ -188,9 +187,9 @@ def _read_on(path: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["delete", "truncate", "persist", "wal"])
-def test_a_database_with_many_writers_and_readers(mounted: Mounted, mode: str) -> None:
+def test_a_database_with_many_writers_and_readers(writable: Mounted, mode: str) -> None:
     """SQLite with writers and readers in several processes, in each mode of its journal, loses and tears nothing."""
-    path = str(mounted.path / "base")
+    path = str(writable.path / "base")
     base = sqlite3.connect(path)
     assert base.execute(f"pragma journal_mode={mode}").fetchone() == (mode,)
     base.executescript("create table t (who, n, x); create table counter (n); insert into counter values (0)")
@@ -210,17 +209,17 @@ def test_a_database_with_many_writers_and_readers(mounted: Mounted, mode: str) -
     assert base.execute("select count(*), count(distinct who * 1000 + n) from t").fetchone() == (75, 75)
     base.execute("vacuum")
     base.close()
-    assert "ERROR" not in mounted.log_text()
+    assert "ERROR" not in writable.log_text()
 
 
-def test_inotifywait_tells_of_files(mounted: Mounted) -> None:
+def test_inotifywait_tells_of_files(writable: Mounted) -> None:
     need("inotifywait")
     waiter = subprocess.Popen(
-        ["inotifywait", "-m", "-q", "--format", "%e %f", mounted.path], stdout=subprocess.PIPE, text=True
+        ["inotifywait", "-m", "-q", "--format", "%e %f", writable.path], stdout=subprocess.PIPE, text=True
     )
     time.sleep(0.5)
-    (mounted.path / "f").write_bytes(b"1")
-    os.rename(mounted.path / "f", mounted.path / "g")
+    (writable.path / "f").write_bytes(b"1")
+    os.rename(writable.path / "f", writable.path / "g")
     assert waiter.stdout is not None
     said = [waiter.stdout.readline().split() for _ in range(6)]
     waiter.terminate()

@@ -87,10 +87,10 @@ def race(directory: str, me: int, count: int) -> list[tuple[str, int]]:
     return mine
 
 
-def test_each_name_has_one_winner(mounted: Mounted) -> None:
+def test_each_name_has_one_winner(writable: Mounted) -> None:
     """Of eight processes that make, take, link or remove one name at the same time, exactly one succeeds."""
     count = 40
-    place = mounted.path / "race"
+    place = writable.path / "race"
     place.mkdir()
     (place / "one").touch()
     for number in range(count):
@@ -105,7 +105,7 @@ def test_each_name_has_one_winner(mounted: Mounted) -> None:
     assert (place / "one").stat().st_nlink == 1 + count
     assert place.stat().st_nlink == 2 + count
     assert {name[0] for name in names} == set("octdsl")
-    assert "ERROR" not in mounted.log_text()
+    assert "ERROR" not in writable.log_text()
 
 
 def shuffle(directory: str, me: int, seconds: float) -> None:
@@ -187,9 +187,9 @@ def list_names(directory: str, count: int) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_r031_a_lister_sees_one_name_whatever_else_goes_on(mounted: Mounted, kind: str) -> None:
+def test_r031_a_lister_sees_one_name_whatever_else_goes_on(writable: Mounted, kind: str) -> None:
     """While a name is renamed to and fro, every listing has one of the two, also in a busy directory."""
-    place = mounted.path / "busy"
+    place = writable.path / "busy"
     place.mkdir()
     for number in range(50):
         (place / f"other{number}").touch()
@@ -211,9 +211,9 @@ def append_lines(path: str, me: int, count: int, flags: int) -> None:
     os.close(fd)
 
 
-def test_lines_appended_by_many_processes_are_whole(mounted: Mounted) -> None:
+def test_lines_appended_by_many_processes_are_whole(writable: Mounted) -> None:
     """Writes of several processes to one file with O_APPEND, of any length, are all there and whole."""
-    path = mounted.path / "log"
+    path = writable.path / "log"
     path.touch()
     flags = (os.O_WRONLY, os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_SYNC)
     run_all(append_lines, [(str(path), me, 60, how) for me, how in enumerate(flags)])

@@ -88,22 +88,22 @@ def no_trouble(mounted: Mounted) -> None:
 
 
 @pytest.mark.parametrize("job", FIO_JOBS)
-def test_fio_verifies_what_it_wrote(mounted: Mounted, tmp_path: Path, job: str) -> None:
+def test_fio_verifies_what_it_wrote(writable: Mounted, tmp_path: Path, job: str) -> None:
     need("fio")
     run(
-        *("fio", f"--name={job}", f"--directory={mounted.path}", "--size=32m", "--verify_state_save=0"),
+        *("fio", f"--name={job}", f"--directory={writable.path}", "--size=32m", "--verify_state_save=0"),
         *("--verify=crc32c", "--verify_fatal=1", "--do_verify=1", *FIO_JOBS[job]),
         cwd=tmp_path,
     )
-    no_trouble(mounted)
+    no_trouble(writable)
 
 
 @pytest.mark.parametrize("stressor", STRESSORS)
-def test_stressors_find_nothing(mounted: Mounted, tmp_path: Path, stressor: str) -> None:
+def test_stressors_find_nothing(writable: Mounted, tmp_path: Path, stressor: str) -> None:
     need("stress-ng")
     if stressor not in run("stress-ng", "--stressors", cwd=tmp_path).split():
         pytest.skip(f"this stress-ng has no {stressor}")
-    place = mounted.path / "stress"
+    place = writable.path / "stress"
     place.mkdir()
     run(  # its exit code tells; fsize prints failures of its own stand-in for fallocate when the time is over
         *("stress-ng", f"--{stressor}", 2, "--timeout", 3, "--verify", "--temp-path", place),
@@ -112,7 +112,7 @@ def test_stressors_find_nothing(mounted: Mounted, tmp_path: Path, stressor: str)
         cwd=tmp_path,
     )
     assert list(place.iterdir()) == []
-    no_trouble(mounted)
+    no_trouble(writable)
 
 
 def failures(name: str, directory: Path) -> set[str]:
@@ -130,46 +130,46 @@ def failures(name: str, directory: Path) -> set[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CPYTHON)
-def test_the_tests_of_python_pass(mounted: Mounted, tmp_path: Path, name: str) -> None:
+def test_the_tests_of_python_pass(writable: Mounted, tmp_path: Path, name: str) -> None:
     """What fails on a mount fails in a plain directory, too."""
-    (mounted.path / "tests").mkdir()
-    found = failures(name, mounted.path / "tests")
+    (writable.path / "tests").mkdir()
+    found = failures(name, writable.path / "tests")
     if found:
         (tmp_path / "tests").mkdir()
         assert found <= failures(name, tmp_path / "tests")
-    no_trouble(mounted)
+    no_trouble(writable)
 
 
-def test_dbench(mounted: Mounted, tmp_path: Path) -> None:
+def test_dbench(writable: Mounted, tmp_path: Path) -> None:
     """What an office does to a file server."""
     need("dbench")
-    said = run("dbench", "-D", mounted.path, "-c", "/usr/share/dbench/client.txt", "-t", 15, 4, cwd=tmp_path)
+    said = run("dbench", "-D", writable.path, "-c", "/usr/share/dbench/client.txt", "-t", 15, 4, cwd=tmp_path)
     assert "Throughput" in said and "failed" not in said
-    no_trouble(mounted)
+    no_trouble(writable)
 
 
-def test_fs_mark(mounted: Mounted) -> None:
+def test_fs_mark(writable: Mounted) -> None:
     """Many small files, each synced."""
     need("fs_mark")
     # It takes no paths longer than 40 bytes.
-    run("fs_mark", "-d", ".", "-n", 1000, "-s", 8192, "-t", 2, "-l", "log", cwd=mounted.path)
-    no_trouble(mounted)
+    run("fs_mark", "-d", ".", "-n", 1000, "-s", 8192, "-t", 2, "-l", "log", cwd=writable.path)
+    no_trouble(writable)
 
 
-def test_bonnie(mounted: Mounted, tmp_path: Path) -> None:
+def test_bonnie(writable: Mounted, tmp_path: Path) -> None:
     """Large files written, rewritten and searched; small ones made, looked at and removed in any order."""
     need("bonnie++")
     size = ("-f", "-s", "64M", "-r", "32M", "-n", "2:5000:10:4")
-    run("bonnie++", "-d", mounted.path, "-u", "root", *size, "-q", cwd=tmp_path)
-    assert list(mounted.path.iterdir()) == []
-    no_trouble(mounted)
+    run("bonnie++", "-d", writable.path, "-u", "root", *size, "-q", cwd=tmp_path)
+    assert list(writable.path.iterdir()) == []
+    no_trouble(writable)
 
 
-def test_postmark(mounted: Mounted, tmp_path: Path) -> None:
+def test_postmark(writable: Mounted, tmp_path: Path) -> None:
     """What a mail server does."""
     need("postmark")
-    script = f"set location {mounted.path}\nset number 1000\nset transactions 3000\nset subdirectories 7\nrun\nquit\n"
+    script = f"set location {writable.path}\nset number 1000\nset transactions 3000\nset subdirectories 7\nrun\nquit\n"
     said = run("postmark", cwd=tmp_path, text=script)
     assert "megabytes read" in said and "Error" not in said
-    assert list(mounted.path.iterdir()) == []
-    no_trouble(mounted)
+    assert list(writable.path.iterdir()) == []
+    no_trouble(writable)
