@@ -16,7 +16,7 @@ from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.lookup import Lookup
 from moonclipfs.layers.units import masked
 from moonclipfs.store.cache import BoundedCache
-from moonclipfs.types import NO_ID, ObjectId, natural_key
+from moonclipfs.types import NO_ID, EntryType, ObjectId, natural_key
 
 Lines: TypeAlias = BoundedCache[tuple[bytes, bytes, bool], list[bytes]]
 
@@ -44,6 +44,9 @@ class Hints:
         """
         if size <= limits.LITERAL_FILE_BYTES:
             return NO_ID  # it has no objects of its own
+        recipe = self._in_base(path)
+        if recipe != NO_ID:
+            return recipe
         above = list(_places(path))
         tries = [(place, True) for place in [*above, _whole(path)]] + [(place, False) for place in above]
         for (directory, name, below), alike in tries:
@@ -51,6 +54,24 @@ class Hints:
             if recipe != NO_ID:
                 return recipe
         return NO_ID
+
+    def _in_base(self, path: bytes) -> ObjectId:
+        """The recipe of the file that the base of an overlay has at a path."""
+        based = self._layer.state.based
+        if based is None:
+            return NO_ID
+        child, type_ = based.base, EntryType.DIRECTORY
+        try:
+            for name in path.split(b"/"):
+                if type_ is not EntryType.DIRECTORY or child == NO_ID:
+                    return NO_ID
+                entry = self._layer.store.directory(child).get(name)
+                if entry is None:
+                    return NO_ID
+                child, type_ = entry.child, entry.type
+        except MoonclipError:
+            return NO_ID  # whoever opens it is told
+        return child if type_ is EntryType.FILE else NO_ID
 
     def _newest(self, directory: bytes, name: bytes, below: bytes, alike: bool, lines: Lines) -> ObjectId:
         best, newest = NO_ID, -1

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError
+from moonclipfs.errors import CorruptError, UsageError
 from moonclipfs.layers.base import Caches
 from moonclipfs.layers.capture import Captures
 from moonclipfs.layers.changes import Changes
@@ -33,6 +33,7 @@ from moonclipfs.layers.wholes import apply_whole, based_refs
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import LayerLock, find_layer, make_layer
 from moonclipfs.store.log import Log
+from moonclipfs.store.overlaydirs import is_overlay_layer
 from moonclipfs.store.store import Store
 from moonclipfs.types import ObjectId
 
@@ -79,6 +80,8 @@ class Layer(Changes):
         at another place, CorruptError, NoSpaceError, PermissionDeniedError, BackendError.
         """
         ops = ops or FileOps()
+        if fixed is None and names_log is None and is_overlay_layer(name):
+            raise UsageError(f"{name} is the layer of an overlay: work with that by its name")
         is_there = fixed is not None and fixed.base is None
         directory, layer_id = (find_layer if is_there else make_layer)(store, name)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint}

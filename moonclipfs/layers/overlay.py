@@ -33,7 +33,7 @@ from moonclipfs.store.overlaydirs import (
 )
 from moonclipfs.store.paths import check_path
 from moonclipfs.store.store import Store
-from moonclipfs.types import ObjectId, Version
+from moonclipfs.types import Attributes, ObjectId, Version
 
 _REBASE_ATTEMPTS = 5
 
@@ -129,6 +129,7 @@ class Overlay:
         """
         if not self._closed:
             self._closed = True
+            self.encoder.end()
             try:
                 self.layer.sync_all()
             finally:
@@ -147,17 +148,20 @@ class Overlay:
 
         Whoever uses that keeps it from gc by `basing.held`, from before this call on.
         """
-        with self._committing, held(self.store), self.encoder.running() as encoder:
-            root, _ = capture(self.layer, encoder, self.layer.root)
-        self.layer.sync_all()
-        return root
+        return self.as_base().root
 
     def as_base(self) -> BaseOf:
         """What it shows at this moment, as the base of another overlay; `held` until that is made."""
+        label, layer = f"overlay {self.name}", self.layer
+        with layer.lock:
+            based, top = layer.state.based, layer.root
+            if based is not None and not top.below:
+                times = (top.mtime_ns, top.ctime_ns)
+                return BaseOf(label, based.shown, Attributes(top.mode, top.uid, top.gid, *times, dict(top.xattrs)))
         with self._committing, held(self.store), self.encoder.running() as encoder:
-            root, entry = capture(self.layer, encoder, self.layer.root)
-        self.layer.sync_all()
-        return BaseOf(f"overlay {self.name}", root, entry.attributes)
+            root, entry = capture(layer, encoder, layer.root)
+        layer.sync_all()
+        return BaseOf(label, root, entry.attributes)
 
     def commit(
         self, name: str | None = None, *, metadata: Mapping[str, object] | None = None, allow: bool = False
@@ -245,6 +249,7 @@ class Overlay:
     def discard(self) -> None:
         """Throw it away, with all that was not committed. Raises PermissionDeniedError, BackendError."""
         self._closed = True
+        self.encoder.end()
         remove_overlay(self.store.backend, self.name)
         self.layer.close()
 

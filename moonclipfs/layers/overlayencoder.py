@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from moonclipfs import limits
+from moonclipfs.errors import BusyError
 from moonclipfs.layers.encoder import Encoder
 from moonclipfs.layers.inodes import Inode
 
@@ -44,11 +45,14 @@ class OverlayEncoder:
         """Whether somebody waits for staged bytes to be encoded."""
         self.on_wake: Callable[[], None] = lambda: None
         """Lets whoever has the overlay look at it now."""
+        self._ended = False
 
     @contextmanager
     def running(self) -> Iterator[Encoder]:
         """An encoder at work; it ends with the last who uses it."""
         with self._starting:
+            if self._ended:
+                raise BusyError("the overlay was closed")
             if self._encoder is None:
                 _SLOTS.acquire()
                 self._encoder = Encoder(self._layer, self._layer.store.path)
@@ -65,6 +69,13 @@ class OverlayEncoder:
                     last = not self._users
                 if last:
                     self._end(encoder)
+
+    def end(self) -> None:
+        """Encode nothing more; whoever waits for that gets BusyError. What is not journalled yet stays staged."""
+        self._ended = True
+        encoder = self._encoder
+        if encoder is not None:
+            encoder.stop()
 
     def _end(self, encoder: Encoder) -> None:
         try:

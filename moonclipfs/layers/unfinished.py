@@ -27,6 +27,7 @@ from moonclipfs.layers.records import (
 )
 from moonclipfs.store.health import Finding, State
 from moonclipfs.store.layerdirs import DIRECTORY, layer_holder, layer_id, layer_names
+from moonclipfs.store.overlaydirs import is_overlay_layer, overlay_infos
 
 
 class Unfinished(NamedTuple):
@@ -116,13 +117,14 @@ class _Unfinished:
 def check_layers(root: Path) -> list[Finding]:
     """What doctor says of the layers of a store; never raises MoonclipError."""
     try:
-        return [_check(root, name) for name in layer_names(root)]
+        overlays = {info.layer: info.name for info in overlay_infos(root)}
+        return [_check(root, name, overlays.get(name)) for name in layer_names(root)]
     except MoonclipError as error:
         return [Finding("layers", State.PROBLEM, str(error), "check the permissions of its directory layers/")]
 
 
-def _check(root: Path, name: str) -> Finding:
-    what = f"layer {name}"
+def _check(root: Path, name: str, overlay: str | None) -> Finding:
+    what = f"layer {name}" if overlay is None else f"overlay {overlay}"
     try:
         holder = layer_holder(Path(root) / DIRECTORY / name)
         if holder is not None:
@@ -133,6 +135,9 @@ def _check(root: Path, name: str) -> Finding:
         return Finding(
             what, State.PROBLEM, str(error), "restore what is damaged from a copy: until then gc does nothing"
         )
+    if overlay is None and is_overlay_layer(name):
+        advice = "the next mount of the store, or `moonclipfs overlay list`, clears it away"
+        return Finding(what, State.NOTE, "belongs to an overlay or a dry run that ended in the middle", advice)
     parts = []
     if left.files:
         parts.append(f"{left.files} files of {left.bytes / limits.MIB:.1f} MiB are not encoded yet")
@@ -140,5 +145,7 @@ def _check(root: Path, name: str) -> Finding:
         parts.append(f"{left.captures} directories are not sealed yet")
     if parts:
         advice = f"`moonclipfs mount --layer {name}` goes on with it; `moonclipfs flush` waits for it"
+        if overlay is not None:
+            advice = "it is encoded when the overlay is committed, or has much more of it"
         return Finding(what, State.NOTE, ", ".join(parts), advice)
     return Finding(what, State.OK, "not mounted; all that it holds is encoded")

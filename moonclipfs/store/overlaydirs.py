@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -31,8 +32,8 @@ from moonclipfs.store.target import close_names
 from moonclipfs.types import NO_ID, ObjectId
 
 DIRECTORY = "overlays"
-LAYER_PREFIX = "overlay."
-"""Of the names of the layer directories of overlays."""
+_LAYER = re.compile(r"overlay\.[0-9a-f]{16}")
+"""The names of the layer directories of overlays, and of dry runs."""
 _LOCK = ".lock"
 _GONE_PREFIX = ".gone."
 """A layer directory that is being deleted."""
@@ -77,10 +78,9 @@ class OverlayInfo:
             known = {key: fields[key] for key in cls.__slots__ if key in fields and key != "name"}
             known["base_root"] = bytes.fromhex(known["base_root"])
             info = cls(name, **known)
-            if len(info.base_root) != len(NO_ID) or not info.layer.startswith(LAYER_PREFIX):
+            if len(info.base_root) != len(NO_ID) or not is_overlay_layer(info.layer):
                 raise ValueError("odd fields")
-            check_layer_name(info.layer)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptError(f"overlays/{name} is damaged ({error!r}): restore it from a copy") from error
         return info
 
@@ -182,7 +182,12 @@ def naming(backend: LocalBackend) -> Iterator[None]:
 
 def new_layer_name() -> str:
     """A name for the layer directory of a new overlay."""
-    return LAYER_PREFIX + secrets.token_hex(8)
+    return f"overlay.{secrets.token_hex(8)}"
+
+
+def is_overlay_layer(name: str) -> bool:
+    """Whether a layer directory of this name belongs to an overlay, or to a dry run."""
+    return _LAYER.fullmatch(name) is not None
 
 
 def require_free(root: Path, name: str) -> None:
@@ -268,8 +273,7 @@ def sweep(backend: LocalBackend) -> list[str]:
     the names of these. Raises CorruptError when a name cannot be read: then it is not known what is an orphan.
     """
     root = backend.root
-    layers = [name for name in layer_names(root) if name.startswith(LAYER_PREFIX)]
-    if not layers and not os.path.isdir(backend.path(DIRECTORY)):
+    if not any(map(is_overlay_layer, layer_names(root))) and not os.path.isdir(backend.path(DIRECTORY)):
         return []
     ended: list[str] = []
     with naming(backend):
@@ -277,7 +281,7 @@ def sweep(backend: LocalBackend) -> list[str]:
         named = {info.layer: info for info in overlay_infos(root)}
         for layer in layer_names(root):
             owner = named.get(layer)
-            if not layer.startswith(LAYER_PREFIX) or (owner is not None and not owner.ephemeral):
+            if not is_overlay_layer(layer) or (owner is not None and not owner.ephemeral):
                 continue
             lock = _free(root, layer)
             if lock is None:
