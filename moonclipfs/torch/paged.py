@@ -101,6 +101,8 @@ class PagedExperts(nn.Module):
         self._used = [0] * slots
         self._clock = 0
         self._state: OptimizerState | None = None
+        self._suffixes: list[str] = []
+        """Of the state that travels with experts."""
         self.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
 
     def ids(self) -> list[ExpertId]:
@@ -135,16 +137,19 @@ class PagedExperts(nn.Module):
             self._used[self._index(expert)] = self._clock
         return [self._index(expert) for expert in experts]
 
-    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, *, in_files: bool = True) -> None:
         """Let the state of an optimizer (Adam, AdamW, SGD) travel with the experts from here on.
 
         Experts that are in slots get what their files hold, unless the optimizer has state of them already. Moments of
         a file without a count of steps are taken for those of an expert that was trained for long.
+
+        With `in_files=False`, for files that can hold weights only (`@experts`), the state of an expert that leaves is
+        dropped, and one that comes starts without.
         """
         state = OptimizerState(optimizer)
         if not all(state.knows(one) for one in self.parameters() if one.requires_grad):
             raise UsageError("the optimizer does not train the slots: make it with the parameters of this module")
-        self._state = state
+        self._state, self._suffixes = state, state.suffixes if in_files else []
         for index, expert in enumerate(self.resident):
             if expert is not None:
                 tensors = self.tiers.held(expert)
@@ -243,9 +248,7 @@ class PagedExperts(nn.Module):
             self.tiers.put(expert, self._contents(expert))
 
     def _origin(self, tensors: Mapping[str, torch.Tensor]) -> _Origin:
-        held = set(self._shapes)
-        if self._state is not None:
-            held |= {name + suffix for name in self._shapes for suffix in self._state.suffixes}
+        held = {name + suffix for name in self._shapes for suffix in ("", *self._suffixes)}
         kept = {name: tensor for name, tensor in tensors.items() if name not in held}
         return _Origin({name: tensor.dtype for name, tensor in tensors.items()}, kept)
 
@@ -256,7 +259,7 @@ class PagedExperts(nn.Module):
         index = self._index(expert)
         origin, slot = self._origins[index], self._slot(index)
         now: dict[str, torch.Tensor] = dict(slot.tensors())
-        if self._state is not None:
+        if self._state is not None and self._suffixes:
             for name in self._shapes:
                 for suffix, tensor in self._state.take(slot[name]).items():
                     now[name + suffix] = self._as_in_file(suffix, tensor, origin.dtypes.get(name + suffix))
@@ -280,7 +283,7 @@ class PagedExperts(nn.Module):
         if self._state is None:
             return
         for name, parameter in self._slot(index).tensors().items():
-            found = {suffix: tensors[name + suffix] for suffix in self._state.suffixes if name + suffix in tensors}
+            found = {suffix: tensors[name + suffix] for suffix in self._suffixes if name + suffix in tensors}
             if parameter.requires_grad and not (keep and self._state.has(parameter)):
                 self._state.give(parameter, found)
 

@@ -230,6 +230,25 @@ def test_without_an_optimizer_moments_stay_in_their_files(tmp_path: Path) -> Non
     assert bits(store.read(0)) == bits({**with_moments(0), "note": torch.tensor(0), "w2": torch.zeros(4, 8)})
 
 
+def test_state_that_files_cannot_hold_is_dropped_and_never_reaches_the_next_expert(tmp_path: Path) -> None:
+    store = ExpertStore(tmp_path)
+    for number in range(2):
+        store.write(number, with_moments(number))
+    module = paged(store, slots=1)
+    optimizer = OPTIMIZERS["adamw"](list(module.parameters()))
+    module.attach_optimizer(optimizer, in_files=False)
+    module.swap_to([0])
+    assert len(optimizer.state) == 0
+    step(optimizer, module.slot_of(0).tensors(), 1)
+    assert len(optimizer.state) == 2
+    module.swap_to([1])
+    assert len(optimizer.state) == 0
+    module.flush()
+    moments = {name: tensor for name, tensor in with_moments(0).items() if name not in expert(0)}
+    assert bits(store.read(0, list(moments))) == bits(moments), "what files hold besides is left alone"
+    assert not torch.equal(store.read(0)["w1"], expert(0)["w1"])
+
+
 def test_an_optimizer_whose_state_cannot_travel_is_refused(tmp_path: Path) -> None:
     module = paged(filled(tmp_path))
     with pytest.raises(UsageError, match="not that of NAdam"):
