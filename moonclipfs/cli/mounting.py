@@ -78,8 +78,9 @@ def mount_options(
     cache_mib: int | None,
     log: str | None,
     foreground: bool = False,
+    dry_run: bool = False,
 ) -> MountOptions:
-    """What the options say. Raises UsageError for options of a writable mount beside --read-only."""
+    """What the options say. Raises UsageError for options that exclude each other."""
     writing = {
         "layer": layer,
         "staging": None if staging is None else str(Path(staging).absolute()),
@@ -90,8 +91,12 @@ def mount_options(
     given = {name: value for name, value in writing.items() if value is not None}
     if read_only and given:
         raise UsageError(f"--read-only and --{next(iter(given)).replace('_', '-')} exclude each other")
+    kept = ["read_only"] * read_only + [name for name in ("layer", "keep_versions", "keep_deleted") if name in given]
+    if dry_run and kept:
+        raise UsageError(f"--dry-run and --{kept[0].replace('_', '-')} exclude each other")
     return MountOptions(
         foreground=foreground,
+        dry_run=dry_run,
         log=None if log is None else str(Path(log).absolute()),
         allow_other=allow_other,
         show_virtual=show_virtual,

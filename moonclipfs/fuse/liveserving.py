@@ -42,6 +42,7 @@ class LiveServer(Server):
             seal_after=options.seal_after,
             keep_versions=options.keep_versions,
             keep_deleted=options.keep_deleted,
+            dry_run=options.dry_run,
         )
         try:
             self.live = Live(self.store, how, mountpoint=self.place)

@@ -59,11 +59,15 @@ class ServedOverlay(Served):
 
 
 class MountedOverlays:
-    """The overlays that a mount has open. But for `by_name` and `by_root`, all may block: it is for worker threads."""
+    """The overlays that a mount has open. But for `by_name` and `by_root`, all may block: it is for worker threads.
+
+    A mount that keeps nothing has those only that were made in it, and they end with it.
+    """
 
     def __init__(self, overlays: Overlays, operations: FileOperations) -> None:
         self._overlays = overlays
         self._operations = operations
+        self._dry = operations.live.dry_run
         self._lock = threading.Lock()
         """Of the two below, when they change."""
         self.by_name: dict[bytes, ServedOverlay] = {}
@@ -80,14 +84,18 @@ class MountedOverlays:
     # For requests: the kernel knows by itself what it has asked for
 
     def names(self) -> list[str]:
-        """Of all overlays of the store."""
-        return self._overlays.names()
+        """Of all overlays of the store, or of this mount."""
+        if not self._dry:
+            return self._overlays.names()
+        return sorted(overlay.name for overlay in self._overlays.opened() if overlay.info.dry_run)
 
     def opened(self, name: bytes) -> ServedOverlay | None:
         """An overlay, opened unless it is; None where there is none. Raises BusyError, CorruptError, BackendError."""
         found = self.by_name.get(name)
         if found is not None and not found.gone:
             return found
+        if self._dry and os.fsdecode(name) not in self.names():
+            return None
         try:
             return self._serve(self._overlays.get(os.fsdecode(name)))
         except (NotFoundError, UsageError):
@@ -95,7 +103,7 @@ class MountedOverlays:
 
     def make(self, name: str) -> ServedOverlay:
         """Make an empty overlay. Raises ExistsError, UsageError."""
-        return self._serve(self._overlays.create(name))
+        return self._serve(self._overlays.create(name, ephemeral=self._dry, dry_run=self._dry))
 
     def rename(self, old: str, new: str) -> None:
         """Call an overlay otherwise. Raises NotFoundError, ExistsError, UsageError, BusyError."""
@@ -164,10 +172,15 @@ class MountedOverlays:
         offered = verbs(self._overlays)
         create = self._create_verb(offered["overlay_create"])
         own = {**offered, "overlay_create": create, "overlay_discard": self._discard_verb}
-        return {name: self._telling(verb) for name, verb in own.items()}
+        return {name: self._telling(verb, needs=self._dry and verb is not create) for name, verb in own.items()}
 
-    def _telling(self, verb: Verb) -> Verb:
+    def _telling(self, verb: Verb, *, needs: bool) -> Verb:
+        """`needs` restricts it to the overlays of this mount."""
+
         def told(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+            name = arguments.get("name")
+            if needs and name is not None and name not in self.names():
+                raise NotFoundError(f"no overlay {name} was made in this mount, which is a dry run and has no others")
             try:
                 return verb(arguments)
             finally:
@@ -177,6 +190,8 @@ class MountedOverlays:
 
     def _create_verb(self, create: Verb) -> Verb:
         def created(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+            if self._dry:
+                arguments = {**arguments, "ephemeral": True, "dry_run": True}
             owner = arguments.get("owner")
             if not arguments.get("ephemeral") or not isinstance(owner, dict) or "pid" not in owner:
                 return create(arguments)

@@ -58,6 +58,7 @@ class MountOptions:
     seal_after: float | None = limits.SEAL_AFTER_SECONDS
     keep_versions: int = limits.KEEP_VERSIONS
     keep_deleted: float = limits.KEEP_DELETED_SECONDS
+    dry_run: bool = False
 
 
 def prepare(store: str, mountpoint: str, options: MountOptions) -> str:
