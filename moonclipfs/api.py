@@ -104,13 +104,14 @@ def seal(path: str | os.PathLike[str], *, wait: bool = True) -> str | None:
 
 
 def flush(path: str | os.PathLike[str]) -> None:
-    """Return when all that was written to the mount of `path` is encoded and durable. Raises what kept it from that."""
+    """Return when all that was written to the mount of `path`, or to the overlay that it lies in, is encoded and
+    durable. Raises what kept it from that, UsageError in a dry run."""
     from moonclipfs.fuse.control import ask
-    from moonclipfs.fuse.inside import need_mount
+    from moonclipfs.fuse.inside import flushable
 
-    mount = need_mount(os.fspath(path), "only a mount has something to flush").mount
-    if mount.writable:
-        ask(mount.mountpoint, "flush", None)
+    inside, verb, arguments = flushable(os.fspath(path))
+    if inside.mount.writable:
+        ask(inside.mount.mountpoint, verb, None, **arguments)
 
 
 def status(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -19,10 +19,7 @@ from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
 from moonclipfs.store.overlaydirs import find_overlay, overlay_infos
 from moonclipfs.store.store import Store
-from moonclipfs.store.target import default_store, is_store, parse_target
-
-OVERLAYS = "@overlays"
-"""The directory of overlays in a mount."""
+from moonclipfs.store.target import OVERLAYS, default_store, is_store, parse_target
 
 
 class InMount:
@@ -97,9 +94,9 @@ class InStore:
         self.close()
 
 
-def place_of(where: str | os.PathLike[str]) -> tuple[InMount | InStore, str]:
-    """The place that a path in a mount or the directory of a store means, and the path below it: empty for the place
-    itself, `@overlays/NAME...` inside an overlay. A mount that only reads stands for its store.
+def place_of(where: str | os.PathLike[str]) -> tuple[InMount | InStore, str | None]:
+    """The place that a path in a mount or the directory of a store means, and the overlay that the path lies in, if it
+    does. A mount that only reads stands for its store.
 
     Raises NotFoundError, FormatVersionError, and UsageError for a snapshot.
     """
@@ -107,12 +104,12 @@ def place_of(where: str | os.PathLike[str]) -> tuple[InMount | InStore, str]:
     inside = inside_mount(text)
     if inside is not None:
         if inside.mount.writable:
-            return InMount(inside.mount), inside.path
-        return InStore(default_store(inside.mount.store)), inside.path
+            return InMount(inside.mount), inside.overlay
+        return InStore(default_store(inside.mount.store)), inside.overlay
     target = parse_target(text)
     if target.spec:
         raise UsageError(f"{text} is a snapshot: name a mount or a store, which has overlays")
-    return InStore(target.store), ""
+    return InStore(target.store), None
 
 
 def for_overlay(place: InMount | InStore, name: str) -> InMount | InStore:
@@ -126,12 +123,6 @@ def for_overlay(place: InMount | InStore, name: str) -> InMount | InStore:
     if mount is None or not mount.is_ours or not mount.writable or not _same(mount.store, place.store):
         return place
     return InMount(mount)
-
-
-def overlay_in(path: str) -> str | None:
-    """The name of the overlay that a path below a mountpoint lies in, None for none."""
-    top, _, rest = path.partition("/")
-    return rest.partition("/")[0] or None if top == OVERLAYS else None
 
 
 def base_spec(base: str | os.PathLike[str] | None, store: Path) -> str:

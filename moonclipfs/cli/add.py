@@ -11,6 +11,7 @@ from moonclipfs.cli.output import PROGRAM, emit_json, human, printable, ratio
 from moonclipfs.cli.progress import file_bar
 from moonclipfs.cli.target import complete_target, default_store, opened
 from moonclipfs.errors import UsageError
+from moonclipfs.layers.dryness import require_kept
 from moonclipfs.store.add import Added, AddReport, add
 from moonclipfs.store.ingest import IngestStats
 from moonclipfs.store.log import parse_spec
@@ -60,6 +61,8 @@ def command(
     if move and dry_run:
         raise UsageError("--move and --dry-run exclude each other")
     target, paths = split_arguments(store_and_paths)
+    for path in paths:
+        require_kept(path)
     with opened(target, write=not dry_run) as store, file_bar("adding", show_ratio=True) as progress:
         report = add(
             store,

@@ -62,7 +62,7 @@ def command(left: str, right: str, expect_unchanged: tuple[str, ...], show_all: 
 
 
 def _side(text: str, stack: ExitStack, stores: list[Store]) -> Side:
-    if os.path.lexists(text) and not text.startswith(":") and (stored_at(text) is None or is_unsealed(text)):
+    if os.path.lexists(text) and not text.startswith(":") and (is_unsealed(text) or stored_at(text) is None):
         return path_side(Path(text))
     target = parse_target(text, default_store())
     store = next((store for store in stores if same_path(store.path, target.store)), None)

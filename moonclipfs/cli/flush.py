@@ -10,15 +10,15 @@ import click
 from moonclipfs.cli.progress import with_left_bar
 from moonclipfs.errors import MoonclipError
 from moonclipfs.fuse.control import ask
-from moonclipfs.fuse.inside import Inside, need_mount
-
-_NOTHING_ELSE = "only a mount has something to flush"
+from moonclipfs.fuse.inside import Inside, flushable
 
 
 @click.command("flush")
 @click.argument("directory", type=click.Path())
 def command(directory: str) -> None:
     """Wait until all that was written to the mount of DIRECTORY is encoded and durable in the store.
+
+    Of an overlay, only what was written there.
 
     Encoding takes all cores then. It says what could not be stored, and by its exit code; that is kept as it was
     written, and can be read.
@@ -27,9 +27,9 @@ def command(directory: str) -> None:
     Examples:
       moonclipfs flush /mnt/ckpt
     """
-    inside = need_mount(directory, _NOTHING_ELSE)
+    inside, verb, arguments = flushable(directory)
     if inside.mount.writable:
-        ask_long(inside, "flush", "storing")
+        ask_long(inside, verb, "storing", **arguments)
 
 
 def ask_long(inside: Inside, operation: str, title: str, **arguments: Any) -> dict[str, Any]:

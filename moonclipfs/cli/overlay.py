@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -20,6 +21,7 @@ from moonclipfs.cli.overlaywords import (
 )
 from moonclipfs.cli.target import complete_target, whole_store
 from moonclipfs.cli.values import size
+from moonclipfs.cli.wait import wait_for_mounts
 from moonclipfs.errors import UsageError
 from moonclipfs.overlayplaces import InMount, InStore, base_spec
 from moonclipfs.store.alternates import make_private_store
@@ -257,6 +259,7 @@ def commit(words: tuple[str, ...], as_name: str | None, into: str | None, as_jso
     target = None if into is None else os.path.realpath(whole_store(into))
     with one_overlay(words) as (place, name, _):
         answer = ask_long(place, "overlay_commit", "storing", name=name, **{"as": as_name}, into=target)
+        wait_for_mounts(answer["path"], answer["number"], place.store if target is None else Path(target))
     if as_json:
         emit_json(answer)
     else:

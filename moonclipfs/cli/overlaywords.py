@@ -17,7 +17,7 @@ from moonclipfs.cli.progress import with_left_bar
 from moonclipfs.cli.target import STORE_VARIABLE, default_store
 from moonclipfs.errors import MoonclipError, UsageError
 from moonclipfs.fuse.control import ask
-from moonclipfs.overlayplaces import InMount, InStore, for_overlay, overlay_in, place_of
+from moonclipfs.overlayplaces import InMount, InStore, for_overlay, place_of
 from moonclipfs.store.overlaydirs import overlay_names
 
 _LISTED = 40
@@ -49,8 +49,8 @@ def one_overlay(words: Sequence[str], more: int = 0) -> Iterator[tuple[Place, st
     first = list(words[: len(words) - more])
     if len(words) < more + 1 or len(first) > 2:
         raise UsageError(f"name a mount or store, and an overlay{' and what follows' if more else ''}")
-    place, inner = place_of(first[0]) if len(first) == 2 or _is_path(first[0]) else (None, "")
-    name = overlay_in(inner) if len(first) == 1 else first[1]
+    place, name = place_of(first[0]) if len(first) == 2 or _is_path(first[0]) else (None, None)
+    name = first[1] if len(first) == 2 else name
     if place is None:
         named, name = default_store(), first[0]
         if named is None:

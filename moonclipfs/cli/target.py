@@ -71,8 +71,12 @@ def whole_store(text: str | None) -> Path:
 
 @contextmanager
 def opened(target: Target | Path, *, write: bool = False, reclaim: bool = False) -> Iterator[Store]:
-    """Open the store of a target for the time of a command; with `reclaim`, for writing even on a full disk."""
+    """Open the store of a target for the time of a command; with `reclaim`, for writing even on a full disk. Raises
+    UsageError for writing in a dry run.
+    """
     path = target.store if isinstance(target, Target) else target
+    if isinstance(target, Target) and target.dry_run and (write or reclaim):
+        raise UsageError("that is a dry run, which changes nothing in its store: name the store itself")
     purpose = click.get_current_context().command_path
     with open_to_reclaim(path, purpose) if reclaim else Store.open(path, write=write, purpose=purpose) as store:
         yield store

@@ -55,7 +55,7 @@ def command(target: str, follow: bool, after: str | None, timeout: float | None,
     deadline = None if timeout is None else time.monotonic() + timeout
     with opened(where) as store:
         for version in arrivals(store, where.spec, after, deadline):
-            _wait_for_mounts(version, where.store)
+            wait_for_mounts(version.path, version.number, where.store)
             if as_json:
                 click.echo(json.dumps(version_json(version)))
             else:
@@ -87,19 +87,19 @@ def arrivals(store: Store, spec: str, after: str | None, deadline: float | None)
         names = store.names()
 
 
-def _wait_for_mounts(version: Version, store: Path) -> None:
+def wait_for_mounts(name: str, number: int, store: Path) -> None:
     """Return when the mounts of a store that this user made show a version, at the latest after _SHOWN_SECONDS."""
     mounts = [mount for mount in find_mounts() if mount.owner in (None, os.geteuid())]
     places = [mount.mountpoint for mount in mounts if same_path(Path(mount.store), store)]
     # On a thread that may be left behind: a server may hang.
-    thread = threading.Thread(target=_look, args=(version, places, time.monotonic() + _SHOWN_SECONDS), daemon=True)
+    thread = threading.Thread(target=_look, args=(name, number, places, time.monotonic() + _SHOWN_SECONDS), daemon=True)
     thread.start()
     thread.join(_SHOWN_SECONDS)
 
 
-def _look(version: Version, mountpoints: Sequence[str], deadline: float) -> None:
+def _look(name: str, number: int, mountpoints: Sequence[str], deadline: float) -> None:
     for mountpoint in mountpoints:
-        for path in (f"@versions/{version.path}/{version.number}", version.path):
+        for path in (f"@versions/{name}/{number}", name):
             while time.monotonic() < deadline and not _is_known(os.path.join(mountpoint, path)):
                 time.sleep(_LOOK_SECONDS)
 

@@ -16,6 +16,7 @@ from moonclipfs.cli.output import PROGRAM, printable
 from moonclipfs.cli.target import complete_target, one_target, opened
 from moonclipfs.cli.values import duration, time_text
 from moonclipfs.errors import UsageError
+from moonclipfs.layers.dryness import require_kept
 from moonclipfs.layers.watching import Absorbed, Watcher, watch, watch_once
 from moonclipfs.store.log import parse_spec
 from moonclipfs.store.provenance import collect
@@ -67,6 +68,7 @@ def command(
       moonclipfs watch out/run1 /data/store --as team/run1 --keep-plain 1 &
       moonclipfs watch --once out/run1 /data/store
     """
+    require_kept(directory)
     target = one_target(store)
     if target.spec and name is not None:
         raise UsageError(f"the name is given twice: {target.spec} and --as {name}")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from moonclipfs.errors import ReadOnlyError, UsageError
 from moonclipfs.fuse.mounts import Mount, all_mounts
+from moonclipfs.layers.dryness import require_kept
+from moonclipfs.store.target import OVERLAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,12 @@ class Inside:
 
     mount: Mount
     path: str
+
+    @property
+    def overlay(self) -> str | None:
+        """The overlay that it lies in, by name."""
+        top, _, rest = self.path.partition("/")
+        return rest.partition("/")[0] or None if top == OVERLAYS else None
 
 
 def inside_mount(text: str) -> Inside | None:
@@ -43,8 +51,23 @@ def sealable(path: str) -> Inside:
     inside = need_mount(path, "`moonclipfs add` stores a plain directory")
     if not inside.mount.writable:
         raise ReadOnlyError(f"{path} is in a read-only mount: everything there is sealed already")
+    require_kept(path)
+    if inside.overlay is not None:
+        place = f"{inside.mount.mountpoint} {inside.overlay}"
+        raise UsageError(f"{path} is in an overlay: `moonclipfs overlay commit {place}` makes a snapshot of that")
     if not inside.path:
         raise UsageError(f"{path} is the whole mount: name a directory in it, which becomes a snapshot of its name")
     if inside.path.startswith("@"):
         raise UsageError(f"{path} is a view of versions that are sealed already")
     return inside
+
+
+def flushable(path: str) -> tuple[Inside, str, dict[str, str]]:
+    """Where `path` lies in a mount, and the verb and arguments that flush it: an overlay alone, or the whole mount.
+    Raises UsageError, also for a dry run.
+    """
+    inside = need_mount(path, "only a mount has something to flush")
+    require_kept(path)
+    if inside.overlay is not None:
+        return inside, "overlay_flush", {"name": inside.overlay}
+    return inside, "flush", {}

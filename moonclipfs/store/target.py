@@ -12,7 +12,7 @@ import difflib
 import fnmatch
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonclipfs.errors import FormatVersionError, NotFoundError, PermissionDeniedError, UsageError
@@ -22,15 +22,23 @@ from moonclipfs.types import Version, natural_key
 XATTR_STORE = "user.moonclip.store"
 XATTR_SNAPSHOT = "user.moonclip.snapshot"
 XATTR_VERSION = "user.moonclip.version"
-"""A mount answers these for every path below it; the last two only inside a snapshot."""
+XATTR_DRY_RUN = "user.moonclip.dry_run"
+"""A mount answers the first for every path below it, the second and third only inside a snapshot, and the last where
+nothing that is written is kept."""
+OVERLAYS = "@overlays"
+"""The directory of overlays at the root of a mount."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A store and what is meant in it: `spec` is NAME[@VERSION][/PATH], a prefix of names, or empty for all of it."""
+    """A store and what is meant in it: `spec` is NAME[@VERSION][/PATH], a prefix of names, or empty for all of it.
+
+    `dry_run` is for a path in a mount that keeps nothing.
+    """
 
     store: Path
     spec: str = ""
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ def parse_target(text: str, default: str | os.PathLike[str] | None = None) -> Ta
     for colon in (number for number, character in enumerate(text) if character == ":"):
         if os.path.lexists(text[:colon]) and (found := stored_at(text[:colon])):
             inner = text[colon + 1 :].strip("/")
-            return Target(found.store, f"{found.spec}/{inner}".strip("/"))
+            return replace(found, spec=f"{found.spec}/{inner}".strip("/"))
     if default is not None:
         return Target(default_store(default), text.strip("/"))
     if os.path.lexists(text):
@@ -96,14 +104,14 @@ def stored_at(path: str) -> Target | None:
 
 
 def mounted(path: str | os.PathLike[str]) -> Target | None:
-    """The store and spec behind a path inside a mount; None for any other path."""
+    """The store and spec behind a path inside a mount; None for any other path. Raises UsageError in an overlay."""
     real = os.path.realpath(path)
     store = _xattr(real, XATTR_STORE)
     if store is None:
         return None
-    snapshot = _xattr(real, XATTR_SNAPSHOT)
+    snapshot, dry_run = _xattr(real, XATTR_SNAPSHOT), _xattr(real, XATTR_DRY_RUN) == "1"
     if snapshot is None:
-        return Target(Path(store), _below_mount(real))
+        return Target(Path(store), _below_mount(real), dry_run)
     version = _xattr(real, XATTR_VERSION)
     inside: list[str] = []
     while True:
@@ -112,7 +120,7 @@ def mounted(path: str | os.PathLike[str]) -> Target | None:
             break
         inside.insert(0, name)
         real = parent
-    return Target(Path(store), "/".join([f"{snapshot}@{version}", *inside]))
+    return Target(Path(store), "/".join([f"{snapshot}@{version}", *inside]), dry_run)
 
 
 def is_unsealed(path: str | os.PathLike[str]) -> bool:
@@ -124,9 +132,12 @@ def is_unsealed(path: str | os.PathLike[str]) -> bool:
 def _below_mount(path: str) -> str:
     """The prefix of names that a directory of a mount shows: virtual ones (`@versions`) stand for all."""
     parts: list[str] = []
-    while not os.path.ismount(path):
-        path, name = os.path.split(path)
+    top = path
+    while not os.path.ismount(top):
+        top, name = os.path.split(top)
         parts.insert(0, name)
+    if parts and parts[0] == OVERLAYS:
+        raise UsageError(f"{path} is in no snapshot but among overlays: `moonclipfs overlay` works with these")
     return "" if parts and parts[0].startswith("@") else "/".join(parts)
 
 
