@@ -113,6 +113,20 @@ class PagedExperts(nn.Module):
         """Return the slot of an expert; raises NotFoundError when it is in none."""
         return self._slot(self._index(expert))
 
+    def tensors_of(self, expert: ExpertId) -> dict[str, torch.Tensor]:
+        """Return all tensors of an expert as they are now, its moments too, in RAM and in the order of its file."""
+        if expert not in self.resident:
+            return self.tiers.held(expert)
+        index = self._index(expert)
+        origin, slot = self._origins[index], self._slot(index)
+        now: dict[str, torch.Tensor] = dict(slot.tensors())
+        if self._state is not None and self._suffixes:
+            for name in self._shapes:
+                for suffix, tensor in self._state.take(slot[name]).items():
+                    now[name + suffix] = self._as_in_file(suffix, tensor, origin.dtypes.get(name + suffix))
+        now = {**origin.kept, **self.tiers.transfer.to_ram(now)}
+        return {name: now.pop(name) for name in origin.dtypes if name in now} | now
+
     def stacked(self, name: str, experts: Sequence[ExpertId]) -> torch.Tensor:
         """Return one tensor of several experts that are in slots, stacked in this order; gradients flow back."""
         return torch.stack([self.slot_of(expert)[name] for expert in experts])
@@ -170,7 +184,7 @@ class PagedExperts(nn.Module):
         if (tensors is None) == (like is None):
             raise UsageError("a new expert is made of tensors, or like another one")
         if tensors is None:
-            source = self._contents(cast(ExpertId, like))
+            source = self.tensors_of(cast(ExpertId, like))
             tensors = {name: source[name] for name in self._shapes}
             layer = like[0] if layer is None and isinstance(like, tuple) else layer
         self._check(tensors, "the new expert")
@@ -245,26 +259,12 @@ class PagedExperts(nn.Module):
         """Hand what is in a slot to the tiers, which tell whether it changed."""
         expert = self.resident[index]
         if expert is not None:
-            self.tiers.put(expert, self._contents(expert))
+            self.tiers.put(expert, self.tensors_of(expert))
 
     def _origin(self, tensors: Mapping[str, torch.Tensor]) -> _Origin:
         held = {name + suffix for name in self._shapes for suffix in ("", *self._suffixes)}
         kept = {name: tensor for name, tensor in tensors.items() if name not in held}
         return _Origin({name: tensor.dtype for name, tensor in tensors.items()}, kept)
-
-    def _contents(self, expert: ExpertId) -> dict[str, torch.Tensor]:
-        """Return all tensors of an expert as they are now, in RAM, in the order of its file."""
-        if expert not in self.resident:
-            return self.tiers.held(expert)
-        index = self._index(expert)
-        origin, slot = self._origins[index], self._slot(index)
-        now: dict[str, torch.Tensor] = dict(slot.tensors())
-        if self._state is not None and self._suffixes:
-            for name in self._shapes:
-                for suffix, tensor in self._state.take(slot[name]).items():
-                    now[name + suffix] = self._as_in_file(suffix, tensor, origin.dtypes.get(name + suffix))
-        now = {**origin.kept, **self.tiers.transfer.to_ram(now)}
-        return {name: now.pop(name) for name in origin.dtypes if name in now} | now
 
     def _as_in_file(self, suffix: str, state: torch.Tensor, before: torch.dtype | None) -> torch.Tensor:
         """Return state in the dtype that files have it in: that of before, where no bit is lost by that."""

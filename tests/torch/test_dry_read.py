@@ -56,7 +56,7 @@ def learn(experts: PagedExperts, number: int) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         sum(one.square().sum() for one in experts.slot_of(number).tensors().values()).backward()
         optimizer.step()
-    tensors = experts._contents(number)
+    tensors = experts.tensors_of(number)
     assert not torch.equal(tensors["w1"], expert(number)["w1"]) and tensors["w1_m"].any()
     return tensors
 
@@ -82,7 +82,7 @@ def test_a_changed_expert_comes_back_with_its_moments_and_the_base_does_not_chan
     learned = learn(experts, 0)
     for number in (1, 2, 0):
         experts.swap_to([number])
-    assert bits(experts._contents(0)) == bits(learned)
+    assert bits(experts.tensors_of(0)) == bits(learned)
     experts.flush()
     assert bits(experts.tiers.store.read(0)) == bits(learned)
     assert contents(store, "run") == before and store.resolve("run").root == root
@@ -162,7 +162,7 @@ def test_over_a_base_that_cannot_be_written_as_a_user_without_rights(
                 experts.prune([1])
                 for number in (2, 0):
                     experts.swap_to([number])
-                assert bits(experts._contents(0)) == bits(learned)
+                assert bits(experts.tensors_of(0)) == bits(learned)
                 experts.flush()
                 opened.release("dry")
                 again = ExpertStore(LayerPath(opened.get("dry"), "experts"))
