@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
-from moonclipfs.errors import FormatVersionError, NotFoundError, UsageError
+from moonclipfs import limits
+from moonclipfs.errors import CorruptError, DeltaCycleError, FormatVersionError, NotFoundError, UsageError
 from moonclipfs.store.audit import Audited, audit_all
 from moonclipfs.store.backend import LocalBackend
 from moonclipfs.store.config import KEY, Alternate, create_store, load_config, move_alternate
+from moonclipfs.store.objects import object_id as id_of
 from moonclipfs.store.packs import Location
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.reachable import Needed
 from moonclipfs.store.store import Store
-from moonclipfs.types import Kind, ObjectId, Version
+from moonclipfs.types import NO_ID, Kind, ObjectId, Version
 
 
 def make_private_store(state: str | os.PathLike[str], base: str | os.PathLike[str], *, purpose: str = "") -> Store:
@@ -70,14 +73,25 @@ def copy_version_into(
     `progress` is told encoded bytes (done, total). When `name` is bound to just that already, this is that version.
     Raises CorruptError when something cannot be read, and what `Ingest.publish` raises.
     """
-    needed = Needed()
-    needed.add(source, Kind.DIRECTORY, root)
+    with nullcontext() if source.lease is None else source.lease.hold(source.log.names.sequence):
+        needed = Needed()
+        needed.add(source, Kind.DIRECTORY, root)
+        return _copy_into(source, needed, target, name, root, metadata, progress)
+
+
+def _copy_into(
+    source: Store,
+    needed: Needed,
+    target: Store,
+    name: str,
+    root: ObjectId,
+    metadata: Mapping[str, object],
+    progress: Callable[[int, int], None],
+) -> Version:
     with target.ingest() as ingest:
         lacking = list(_lacking(source, needed, ingest))
         done, total = 0, sum(location.encoded_length for location in lacking)
         for found in audit_all(lacking, source.packs, source.objects):
-            if found.error is not None:
-                raise found.error
             _adopt(source, ingest, found)
             done += found.location.encoded_length
             progress(done, total)
@@ -89,19 +103,28 @@ def copy_version_into(
 
 def _lacking(source: Store, needed: Needed, ingest: Ingest) -> Iterator[Location]:
     """What an ingest does not find, where it lies in `source`: bases before what is encoded against them."""
+    source.index.sync()
     seen: set[ObjectId] = set()
     for object_id in needed.ids():
-        if ingest.finds(object_id):
+        if object_id in seen or ingest.finds(object_id):
             continue
-        for link in reversed(source.objects.chain(object_id)):
-            one = link.location.object_id
-            if one not in seen and (one == object_id or not ingest.finds(one)):
-                seen.add(one)
-                yield link.location
+        chain = [source.index.locate(object_id)]
+        while (base := chain[-1].base) != NO_ID and base not in seen and not ingest.finds(base):
+            if len(chain) > limits.CHAIN_READ_DEPTH:
+                raise DeltaCycleError(f"{chain[0]}: more than {limits.CHAIN_READ_DEPTH} bases behind it")
+            chain.append(source.index.locate(base))
+        seen.update(location.object_id for location in chain)
+        yield from reversed(chain)
 
 
 def _adopt(source: Store, ingest: Ingest, found: Audited) -> None:
-    """Store an object as it is encoded, or in full where its base has too many bases there already."""
-    if not ingest.adopt(found.location, found.encoded):
-        location = found.location
-        ingest.adopt_whole(location, source.objects.load(location.object_id, location.kind))
+    """Store an object as it is encoded. One of which this copy is gone or damaged meanwhile, or whose base has too many
+    bases in the target, is stored in full. Raises CorruptError when no copy can be read.
+    """
+    if found.error is None and ingest.adopt(found.location, found.encoded):
+        return
+    location = found.location
+    raw = source.objects.load(location.object_id, location.kind)
+    if id_of(location.kind, raw) != location.object_id:
+        raise CorruptError(f"{location}: its bytes do not have its id")
+    ingest.adopt_whole(location, raw)

@@ -46,6 +46,9 @@ def _findings(path: Path) -> Iterator[Finding]:
     try:
         with Store.open(path, purpose="doctor") as store:
             yield Finding("config", State.OK, f"store {store.config.store_id}, format version {store.config.version}")
+            if store.base is not None:
+                where = f"private, over the store {store.base.config.store_id} at {store.base.path}"
+                yield Finding("base store", State.OK, f"{where}, which nothing here keeps from being changed")
             verify = "`moonclipfs verify` names what is affected"
             yield _guarded("log", verify, lambda: _log(store))
             yield _guarded("index", "delete the index file: it is made again", lambda: _index(store))

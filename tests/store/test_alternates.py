@@ -478,6 +478,18 @@ def test_nothing_damaged_is_copied(tmp_path: Path, base: Path) -> None:
             assert not target.names().bound()
 
 
+def test_what_was_deleted_and_stored_again_is_copied_from_where_it_is(tmp_path: Path, base: Path) -> None:
+    """What reading has kept in memory of its place is not believed."""
+    files = {"o": noise(2), "m.safetensors": series(2)[1]}
+    with closing(_private(tmp_path, base, files)) as private, Store.create(tmp_path / "target") as target:
+        assert contents(private, "mine") == files
+        private.log.forget([("mine", 1)])
+        assert collect(private).deleted_packs == 1
+        publish(private, "mine", files)
+        copy_version_into(private, private.resolve("mine").root, target, "mine", {})
+        assert contents(target, "mine") == files
+
+
 def test_the_rescue_reader_knows_base_stores(tmp_path: Path, base: Path) -> None:
     pytest.importorskip("zstandard")
     run = _rescue()
