@@ -91,6 +91,8 @@ EXPERTS = TENSORS
 """Experts in one directory: of more, none is offered as a file."""
 EXPERT_PARTS = 1 * KIB
 """Tensors of one expert: one with more is left out."""
+EXPERT_TEMPORARIES = 4 * KIB
+"""Files that wait to be renamed over experts of one overlay."""
 PICKLE_BYTES = 256 * MIB
 PICKLE_OPCODES = 1 << 24
 PICKLE_OBJECTS = 1 << 22
@@ -277,6 +279,14 @@ EXPERT_QUEUE = 256
 # Checkpoint manager
 SHARD_BYTES = 5 * 10**9
 """A part of a snapshot with more bytes of tensors is split into several files."""
+
+# Stores of other programs
+FOREIGN_SNAPSHOTS = 1 << 20
+"""Snapshots in an index that is read."""
+FOREIGN_TENSOR_BYTES = 64 * GIB
+"""A longer tensor is not read: it is held in memory as a whole."""
+FOREIGN_CACHE_BYTES = 512 * MIB
+"""Decoded tensors that are kept for those that are stored against them."""
 
 # Reports
 PROVENANCE_COMMAND_CHARACTERS = 8 * KIB

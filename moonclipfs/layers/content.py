@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from copy import copy
+from itertools import count
 from typing import NamedTuple
 
 from moonclipfs.layers.ranges import END, RangeMap
@@ -12,6 +13,7 @@ from moonclipfs.layers.records import PART_HOLE, PART_RECIPE, PART_STAGED
 from moonclipfs.layers.staging import Generation
 from moonclipfs.types import NO_ID, ObjectId
 
+_STAMPS = count(1)
 _CLEAN = 0
 _JOURNALLED = 1
 """In the journal, but not known to be on the disk."""
@@ -56,11 +58,14 @@ class Content:
         "newest",
         "recipe",
         "size",
+        "stamp",
     )
 
     def __init__(self, size: int = 0, recipe: ObjectId = NO_ID) -> None:
         self.size = size
         self.recipe = recipe
+        self.stamp = next(_STAMPS)
+        """Another one, never used before, with every change of bytes or size."""
         self.newest = 0
         """The largest number of a generation or freeze so far: the one by which a job tells what it encodes."""
         self._map = RangeMap(PART_HOLE)
@@ -163,6 +168,7 @@ class Content:
     def clear(self) -> None:
         """Cut the file to nothing. The next write needs a new generation: the journal may need the bytes before."""
         self._reset()
+        self.stamp = next(_STAMPS)
         self._changes = RangeMap(_CLEAN)
         self._whole = _CHANGED
         self._intact = self._exact = False
@@ -276,6 +282,7 @@ class Content:
             self._staged[value - PART_STAGED] += growth
 
     def _changed(self, start: int, end: int) -> None:
+        self.stamp = next(_STAMPS)
         self._changes.set(start, end, _CHANGED)
         self._intact = self._exact = False
 

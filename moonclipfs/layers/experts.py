@@ -22,7 +22,6 @@ from moonclipfs.store.recipes import Recipe
 from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, Attributes, Buffer, Entry, EntryType, Extent, ObjectId
 
-SUFFIX = b".safetensors"
 _CHECKPOINT_SUFFIXES = (b".safetensors", b".gguf", b".pt", b".pth", b".bin", b".ckpt", b".npz")
 """Files with other names are not looked at."""
 _OWN_FILE = re.compile(rb"e[0-9]{5,9}\.(safetensors|npz|pt)")
@@ -57,7 +56,7 @@ class ExpertTable:
             shown: dict[bytes, Entry] = {}
             known = self._experts[name] = {}
             for number, parts in experts.items():
-                file = b"e%05d" % number + SUFFIX
+                file = expert_name(number)
                 size = len(header(layer, number, parts)) + sum(part.length for part in parts)
                 of_file = _attributes([attributes[one] for one in dict.fromkeys(part.file for part in parts)])
                 shown[file] = ExpertEntry(file, EntryType.FILE, of_file, size, home=home, layer=name)
@@ -112,8 +111,23 @@ class Experts:
 
     def _layouts(self, files: Mapping[bytes, Entry]) -> Iterable[tuple[str, Layout]]:
         for name, entry in files.items():
-            if entry.type is EntryType.FILE and name.endswith(_CHECKPOINT_SUFFIXES) and not _OWN_FILE.fullmatch(name):
+            if entry.type is EntryType.FILE and holds_tensors(name):
                 yield os.fsdecode(name), self._store.layout(entry)
+
+
+def expert_name(number: int) -> bytes:
+    """What the file of an expert is called."""
+    return b"e%05d.safetensors" % number
+
+
+def holds_tensors(name: bytes) -> bool:
+    """Whether a file may hold tensors of several experts, by its name."""
+    return name.endswith(_CHECKPOINT_SUFFIXES) and not is_own_file(name)
+
+
+def is_own_file(name: bytes) -> bool:
+    """Whether a file holds one expert as it is, by its name."""
+    return bool(_OWN_FILE.fullmatch(name))
 
 
 def expert_recipe(head: Buffer, parts: Parts, recipes: Mapping[str, Recipe]) -> Recipe:
@@ -132,7 +146,7 @@ def expert_recipe(head: Buffer, parts: Parts, recipes: Mapping[str, Recipe]) -> 
 
 def _shows(name: bytes, entry: Entry) -> bool:
     """Whether an entry of a snapshot is in `@experts` as it is: a directory, or the file of an expert."""
-    return entry.type is EntryType.DIRECTORY or (entry.type is EntryType.FILE and bool(_OWN_FILE.fullmatch(name)))
+    return entry.type is EntryType.DIRECTORY or (entry.type is EntryType.FILE and is_own_file(name))
 
 
 def _attributes(sources: list[Attributes]) -> Attributes:

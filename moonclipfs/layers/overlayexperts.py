@@ -1,0 +1,467 @@
+"""The experts of a writable layer as a tree of names: what a mount serves of an overlay below `@experts/@overlays`.
+
+It mirrors the directories of the layer. In each stands one directory for each layer of the model, with a file for each
+expert. Besides, files can be made there that nobody lists and that end with this process: to be renamed over an expert.
+What it is asked is what a layer is asked; with `wait=False` it raises NotCachedError where it would wait.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import threading
+from collections.abc import Collection, Iterable
+from functools import reduce
+from hashlib import blake2b
+from stat import S_IFREG, S_ISDIR
+from typing import NoReturn, TypeAlias
+from weakref import WeakValueDictionary
+
+from moonclipfs import limits
+from moonclipfs.errors import (
+    DirectoryError,
+    ExistsError,
+    NotFoundError,
+    NotPermittedError,
+    TooManyOpenError,
+    UsageError,
+)
+from moonclipfs.layers.expertfiles import ExpertFile, open_expert, replace_expert
+from moonclipfs.layers.experts import is_own_file
+from moonclipfs.layers.experttables import Expert, LiveTable, read_table
+from moonclipfs.layers.files import OpenFile
+from moonclipfs.layers.inodes import Inode, inode_number
+from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.lookup import Status
+from moonclipfs.layers.tree import XATTR_PREFIX, NotCachedError
+from moonclipfs.store.cache import BoundedCache
+from moonclipfs.types import EntryType
+
+Tables: TypeAlias = BoundedCache[tuple[bytes, int], LiveTable]
+"""By the layer and the number of the directory."""
+
+_LAYER = re.compile(rb"(.+\.)?L[0-9]{3,9}")
+_EXPERT = re.compile(rb"e[0-9]{5,9}\.safetensors")
+_BLOCK = 512
+
+
+class Kind(enum.Enum):
+    """What an inode of this tree is."""
+
+    MIRROR = enum.auto()
+    """A directory of the layer."""
+    LAYER = enum.auto()
+    """The experts of one layer of the model in a directory."""
+    EXPERT = enum.auto()
+    """One of these."""
+
+
+class ExpertInode(Inode):
+    """A directory or file of this tree. `real` is the directory of the layer that it belongs to."""
+
+    __slots__ = ("expert", "kind", "layer", "name", "real", "replaced")
+
+    def __init__(self, number: int, kind: Kind, real: Inode, layer: bytes = b"", name: bytes = b"") -> None:
+        super().__init__(number, EntryType.FILE if kind is Kind.EXPERT else EntryType.DIRECTORY, 0)
+        self.kind = kind
+        self.real = real
+        self.layer = layer
+        self.name = name
+        self.expert: Expert | None = None
+        self.replaced: set[int] = set()
+        """Of a LAYER: numbers of the files whose bytes were replaced by a rename in it, and nobody was told yet."""
+
+
+class OverlayExperts:
+    """The experts of one layer. Thread-safe."""
+
+    def __init__(self, layer: Layer, tables: Tables) -> None:
+        """`tables` keeps what is known of directories, of several layers perhaps."""
+        self.layer = layer
+        self.lock = layer.lock
+        self.captures = layer.captures
+        self._tables = tables
+        self._reading = threading.Lock()
+        self._inodes: WeakValueDictionary[int, ExpertInode] = WeakValueDictionary()
+        self._temporary: dict[tuple[int, bytes], Inode] = {}
+        """Files that were made here, by the number of their directory and their name. They have no name in the layer,
+        and are kept by a handle that is counted for each."""
+        self._shown: dict[int, dict[int, ExpertInode]] = {}
+        """The experts that the kernel knows, by number of a file that holds their bytes, and their own number."""
+        self.root: Inode = self._mirror(layer.root)
+
+    # Looking
+
+    def children(
+        self, directory: Inode, names: Iterable[bytes], *, wait: bool = True
+    ) -> list[tuple[Inode, Status] | None]:
+        """Lookup and stat of several names at once; None for one that is not there. Understands `.` and `..`."""
+        found: list[tuple[Inode, Status] | None] = []
+        for name in names:
+            inode = self._child(directory, name, wait)
+            found.append(None if inode is None else (inode, self.stat(inode, wait=wait)))
+        return found
+
+    def lookup(self, directory: Inode, name: bytes, *, wait: bool = True) -> Inode:
+        """The inode called `name` in a directory. Raises NotFoundError, CorruptError."""
+        inode = self._child(directory, name, wait)
+        if inode is None:
+            raise NotFoundError(f"no {name!r} among the experts")
+        return inode
+
+    def resolve(self, path: bytes, *, wait: bool = True) -> Inode:
+        """The inode at a path from the root. Raises NotFoundError."""
+        inode = self.root
+        for name in path.split(b"/") if path else ():
+            inode = self.lookup(inode, name, wait=wait)
+        return inode
+
+    def _child(self, directory: Inode, name: bytes, wait: bool) -> Inode | None:
+        inode = _directory(directory)
+        if name == b".":
+            return inode
+        if name == b"..":
+            real = inode.real
+            return self._mirror(real if inode.kind is Kind.LAYER else self.layer.lookup(real, b"..", wait=wait))
+        if inode.kind is Kind.LAYER:
+            with self.lock:
+                temporary = self._temporary.get((inode.number, name))
+            if temporary is not None or not _EXPERT.fullmatch(name):
+                return temporary
+            expert = self._table(inode.real, wait).layers.get(inode.layer, {}).get(name)
+            return None if expert is None else self._of_expert(inode, name, expert)
+        if _LAYER.fullmatch(name) and name in self._table(inode.real, wait).layers:
+            return self._made(Kind.LAYER, inode.real, name)
+        try:
+            found = self.layer.lookup(inode.real, name, wait=wait)
+        except NotFoundError:
+            return None
+        if found.is_directory:
+            return self._mirror(found)
+        return found if found.is_file and is_own_file(name) else None
+
+    def names_in(self, directory: Inode, *, wait: bool = True) -> list[bytes]:
+        """The names in a directory, sorted; none of files that were made here."""
+        inode = _directory(directory)
+        table = self._table(inode.real, wait)
+        if inode.kind is Kind.LAYER:
+            return sorted(table.layers.get(inode.layer, {}))
+        real = self.layer.names_in(inode.real, wait=wait)
+        found = zip(real, self.layer.children(inode.real, real, wait=wait), strict=True)
+        shown = [name for name, child in found if child is not None and _is_shown(name, child[1])]
+        return sorted({*table.layers, *shown})
+
+    def stat(self, inode: Inode, *, wait: bool = True) -> Status:
+        """What stat says of an inode: a file has the latest times of those that hold its bytes."""
+        if not isinstance(inode, ExpertInode):
+            status = self.layer.stat(inode, wait=wait)
+            return status._replace(nlink=max(1, status.nlink))  # what was made here has no name in the layer
+        if inode.expert is None:
+            status = self.layer.stat(inode.real, wait=wait)._replace(nlink=1)
+        else:
+            of_sources = [self.layer.stat(source.inode, wait=wait) for source in inode.expert.sources.values()]
+            status = _of_file(inode.expert, of_sources)
+        inode.mode, inode.uid, inode.gid = status.mode & 0o7777, status.uid, status.gid
+        return status
+
+    def path(self, inode: Inode) -> bytes:
+        """The path from the root. Raises NotFoundError for what has none in the layer."""
+        if not isinstance(inode, ExpertInode):
+            return self.layer.path(inode)
+        return b"/".join(part for part in (self.layer.path(inode.real), inode.layer, inode.name) if part)
+
+    def readlink(self, inode: Inode) -> NoReturn:
+        """Raises UsageError: there are no symbolic links."""
+        raise UsageError(f"{inode} is no symbolic link")
+
+    def xattr_names(self, inode: Inode) -> list[bytes]:
+        """The names that listxattr gives."""
+        return [] if isinstance(inode, ExpertInode) else self.layer.xattr_names(inode)
+
+    def xattr(self, inode: Inode, name: bytes, *, wait: bool = True) -> bytes:
+        """The value of an extended attribute; of an expert, those that tell of the layer. Raises NotFoundError."""
+        if not isinstance(inode, ExpertInode):
+            return self.layer.xattr(inode, name, wait=wait)
+        computed = name.removeprefix(XATTR_PREFIX)
+        if computed != name and (computed == b"store" or computed in self.layer.facts):
+            return self.layer.xattr(inode.real, name, wait=wait)
+        raise NotFoundError(f"{inode}: no attribute {name!r}")
+
+    # Files
+
+    def open_file(
+        self, inode: Inode, *, write: bool, privileged: bool = False, wait: bool = True
+    ) -> OpenFile | ExpertFile:
+        """Open a file. Raises NotFoundError for an expert that is not there any more, NotPermittedError to write to one
+        whose format has checksums, and as `Layer.open_file`.
+        """
+        if not isinstance(inode, ExpertInode):
+            return self.layer.open_file(inode, write=write, privileged=privileged, wait=wait)
+        expert = self._current(inode, wait)
+        return open_expert(self.layer, inode, expert, write=write, privileged=privileged, wait=wait)
+
+    def truncate(self, inode: Inode, size: int, now_ns: int, *, privileged: bool = False, wait: bool = True) -> None:
+        """Cut a file off that was made here. Raises NotPermittedError for any other length of an expert's file."""
+        if not isinstance(inode, ExpertInode):
+            self.layer.truncate(inode, size, now_ns, privileged=privileged, wait=wait)
+        elif inode.expert is None:
+            raise DirectoryError(f"{inode} is a directory")
+        elif size != inode.expert.size:
+            self._refuse()
+
+    def set_attributes(
+        self,
+        inode: Inode,
+        *,
+        now_ns: int,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        atime_ns: int | None = None,
+        mtime_ns: int | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Attributes of a file that was made here; an expert's are those of the files that hold its bytes."""
+        if not isinstance(inode, ExpertInode):
+            self.layer.set_attributes(
+                inode, now_ns=now_ns, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns, wait=wait
+            )
+        elif not (mode in (None, inode.mode) and uid is gid is atime_ns is mtime_ns is None):
+            self._refuse()
+
+    def sync_directory(self, directory: Inode) -> None:
+        """The bytes of the experts in it are durable when this returns, and all that is in the journal."""
+        inode = _directory(directory)
+        log = self.layer.files.log
+        if inode.kind is Kind.LAYER:
+            for source in self._table(inode.real, wait=True).sources.values():
+                log.sync(source.inode)
+        log.commit()
+
+    # Changing names
+
+    def make(
+        self,
+        directory: Inode,
+        name: bytes,
+        type_: EntryType,
+        mode: int,
+        uid: int,
+        gid: int,
+        now_ns: int,
+        *,
+        target: bytes = b"",
+        wait: bool = True,
+    ) -> Inode:
+        """A file that nobody lists. Raises NotPermittedError for anything else and elsewhere, ExistsError."""
+        inode = _directory(directory)
+        if self._child(inode, name, wait) is not None:
+            raise ExistsError(f"{name!r} is there")
+        if inode.kind is not Kind.LAYER or type_ is not EntryType.FILE or _EXPERT.fullmatch(name):
+            self._refuse()
+        state = self.layer.state
+        with self.lock:
+            if (inode.number, name) in self._temporary:
+                raise ExistsError(f"{name!r} is there")
+            if len(self._temporary) >= limits.EXPERT_TEMPORARIES:
+                raise TooManyOpenError(f"{limits.EXPERT_TEMPORARIES} files wait to become experts: remove some")
+            made = Inode(state.new_number(), EntryType.FILE, mode, uid, gid, now_ns)
+            state.inodes += 1
+            state.take_over(made)
+            made.handles += 1
+            self._temporary[inode.number, name] = made
+        return made
+
+    def unlink(self, directory: Inode, name: bytes, now_ns: int, *, wait: bool = True) -> None:
+        """Remove a file that was made here. Raises NotPermittedError for an expert: files always hold all of them."""
+        with self.lock:
+            made = self._temporary.pop((directory.number, name), None)
+            if made is not None:
+                self._let_go(made)
+                return
+        self.lookup(directory, name, wait=wait)
+        self._refuse()
+
+    def rename(
+        self,
+        directory: Inode,
+        name: bytes,
+        target: Inode,
+        new_name: bytes,
+        now_ns: int,
+        *,
+        replace: bool = True,
+        exchange: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Call a file that was made here otherwise. Over an expert, its tensors become that expert's, if they are the
+        same but for their bytes; else UsageError is raised, and both are as they were.
+        """
+        inode, new = _directory(directory), _directory(target)
+        with self.lock:
+            made = self._temporary.get((inode.number, name))
+        if made is None:
+            self.lookup(inode, name, wait=wait)
+        if made is None or new.kind is not Kind.LAYER:
+            self._refuse()
+        if exchange:
+            raise UsageError("an expert is not exchanged: rename over it")
+        there = self._child(new, new_name, wait)
+        if there is not None and not replace:
+            raise ExistsError(f"{new_name!r} is there")
+        if isinstance(there, ExpertInode):
+            if not wait:
+                raise NotCachedError
+            expert = self._current(there, wait)
+            replace_expert(self.layer, expert, made, now_ns)
+            with self.lock:
+                new.replaced |= {source.inode.number for source in expert.sources.values()} | {there.number}
+                if self._temporary.pop((inode.number, name), None) is made:
+                    self._let_go(made)
+            return
+        if _EXPERT.fullmatch(new_name):
+            self._refuse()
+        with self.lock:
+            if self._temporary.pop((inode.number, name), None) is not made:
+                raise NotFoundError(f"no {name!r} among the experts")
+            before = self._temporary.pop((new.number, new_name), None)
+            if before is not None:
+                self._let_go(before)
+            self._temporary[new.number, new_name] = made
+
+    def _refuse(self, *_arguments: object, **_options: object) -> NoReturn:
+        raise NotPermittedError("the files of a checkpoint say which experts there are: write to these")
+
+    link = rmdir = set_xattr = remove_xattr = _refuse
+
+    def close(self) -> None:
+        """Let go of the files that were made here."""
+        with self.lock:
+            while self._temporary:
+                self._let_go(self._temporary.popitem()[1])
+
+    # What the kernel knows
+
+    def remember(self, inode: Inode) -> None:
+        """Note that the kernel was told of an inode."""
+        if not isinstance(inode, ExpertInode):
+            self.layer.remember(inode)
+            return
+        with self.lock:
+            inode.lookups += 1
+            for source in inode.expert.sources.values() if inode.expert is not None else ():
+                self._shown.setdefault(source.inode.number, {})[inode.number] = inode
+
+    def forget(self, inode: Inode, count: int) -> None:
+        """Note that the kernel forgot `count` mentions of an inode."""
+        if not isinstance(inode, ExpertInode):
+            self.layer.forget(inode, count)
+            return
+        with self.lock:
+            inode.lookups -= count
+            if inode.lookups > 0 or inode.expert is None:
+                return
+            for source in inode.expert.sources.values():
+                shown = self._shown.get(source.inode.number, {})
+                shown.pop(inode.number, None)
+                if not shown:
+                    self._shown.pop(source.inode.number, None)
+
+    def showing(self, inode: Inode) -> Collection[int]:
+        """The numbers of the experts that the kernel knows and that have bytes in a file of the layer."""
+        shown = self._shown.get(inode.number)
+        if not shown:
+            return ()
+        with self.lock:
+            return tuple(shown)
+
+    def holding(self, inode: Inode) -> Collection[int]:
+        """The numbers of the files that hold the bytes of an expert; of a directory, those in which bytes were replaced
+        by renames since this was asked last, and the experts.
+        """
+        if not isinstance(inode, ExpertInode):
+            return ()
+        if inode.expert is not None:
+            return [source.inode.number for source in inode.expert.sources.values()]
+        with self.lock:
+            replaced, inode.replaced = inode.replaced, set()
+        return replaced
+
+    # Inodes
+
+    def _table(self, directory: Inode, wait: bool) -> LiveTable:
+        key = (self.layer.id, directory.number)
+        table = self._tables.get(key)
+        if table is not None and table.directory is directory and table.is_fresh(self.layer):
+            return table
+        if not wait:
+            raise NotCachedError
+        with self._reading:  # whoever asks for the same meanwhile need not read it again
+            before = self._tables.get(key)
+            if before is not None and before.directory is not directory:
+                before = None
+            table = read_table(self.layer, directory, before)
+            self._tables.put(key, table, min(table.weight, limits.EXPERT_CACHE_PARTS // 2))
+        return table
+
+    def _current(self, inode: ExpertInode, wait: bool) -> Expert:
+        """What an expert is now. Raises NotFoundError when there is none any more, or another one."""
+        expert = self._table(inode.real, wait).layers.get(inode.layer, {}).get(inode.name)
+        if inode.expert is None:
+            raise DirectoryError(f"{inode} is a directory")
+        if expert is None or self._expert_number(inode, inode.name, expert) != inode.number:
+            raise NotFoundError(f"{os.fsdecode(inode.name)}: the files that hold it have changed")
+        return expert
+
+    def _mirror(self, real: Inode) -> ExpertInode:
+        return self._made(Kind.MIRROR, real)
+
+    def _of_expert(self, directory: ExpertInode, name: bytes, expert: Expert) -> ExpertInode:
+        number = self._expert_number(directory, name, expert)
+        with self.lock:
+            inode = self._inodes.get(number)
+            if inode is None:
+                inode = self._inodes[number] = ExpertInode(number, Kind.EXPERT, directory.real, directory.layer, name)
+            inode.expert = expert
+        return inode
+
+    def _expert_number(self, inode: ExpertInode, name: bytes, expert: Expert) -> int:
+        """Another one where the bytes are others: of another file, or at another place in it."""
+        files = [source.inode.number for source in expert.sources.values()]
+        places = blake2b(repr((files, expert.parts)).encode("utf-8", "surrogateescape")).digest()
+        return inode_number(self.layer.id, b"experts", b"%d" % inode.real.number, inode.layer, name, places)
+
+    def _made(self, kind: Kind, real: Inode, layer: bytes = b"") -> ExpertInode:
+        number = inode_number(self.layer.id, b"experts", b"%d" % real.number, layer)
+        with self.lock:
+            inode = self._inodes.get(number)
+            if inode is None or inode.real is not real:
+                inode = self._inodes[number] = ExpertInode(number, kind, real, layer)
+        return inode
+
+    def _let_go(self, made: Inode) -> None:
+        """Under the lock: a file that was made here has no name any more."""
+        made.handles -= 1
+        self.layer.state.release(made)
+
+
+def _directory(inode: Inode) -> ExpertInode:
+    if not isinstance(inode, ExpertInode) or inode.expert is not None:
+        raise NotFoundError(f"{inode} is no directory of experts")
+    return inode
+
+
+def _is_shown(name: bytes, status: Status) -> bool:
+    return S_ISDIR(status.mode) or is_own_file(name)
+
+
+def _of_file(expert: Expert, sources: list[Status]) -> Status:
+    """Of what is made of several files: who may read, or write, all of them may do so; the latest times."""
+    first = sources[0]
+    mode = reduce(int.__and__, (source.mode for source in sources), 0o666 if expert.writable else 0o444)
+    if any((source.uid, source.gid) != (first.uid, first.gid) for source in sources):
+        mode = (mode & 0o006) * 0o111
+    mtime, ctime = max(source.mtime_ns for source in sources), max(source.ctime_ns for source in sources)
+    blocks = -(-expert.size // _BLOCK)
+    return Status(S_IFREG | mode, 1, first.uid, first.gid, expert.size, mtime, ctime, mtime, blocks)
