@@ -13,10 +13,11 @@ import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from moonclipfs import errors
 from moonclipfs.errors import MountError
-from moonclipfs.fuse.control import MOUNT_VARIABLE, RUN_VARIABLE, runtime_directory
+from moonclipfs.fuse.control import MOUNT_VARIABLE, RUN_VARIABLE, SOCKET, ask_at, runtime_directory
 from moonclipfs.fuse.mounts import mount_at
 from moonclipfs.fuse.namespace import Isolation, enter_arguments
 from moonclipfs.fuse.prepare import MountOptions, detach, prepare
@@ -103,6 +104,10 @@ class AttachedMount:
     def command_line(self, command: list[str], mask: Collection[int]) -> list[str]:
         """The command line that runs `command` where the mount is, with the signals of `mask` blocked."""
         return enter_arguments(self.server.pid, self.isolation, mask, command)
+
+    def ask(self, operation: str, /, **arguments: Any) -> dict[str, Any]:
+        """Ask the server, for as long as it takes. Raises what it answers, NotFoundError when it has ended."""
+        return ask_at(Path(self.run_directory, SOCKET), self.place, operation, **arguments)
 
     def stop(self) -> None:
         """Tell the server to store what is there, to unmount and to end; its end is for the caller to wait for."""

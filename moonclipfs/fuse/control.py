@@ -34,6 +34,10 @@ RUN_VARIABLE = "MOONCLIPFS_RUN"
 """Beside it: the directory of that mount's socket and log."""
 
 
+SOCKET = "sock"
+"""The suffix, or name, of a socket; see `runtime_path`."""
+
+
 def runtime_directory() -> Path:
     """Where this user's sockets and logs of mounts lie; made when absent. Raises PermissionDeniedError."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -210,6 +214,12 @@ def ask(mountpoint: str, operation: str, timeout: float | None = 5.0, /, **argum
         return ask_on(client, mountpoint, operation, timeout, **arguments)
 
 
+def ask_at(socket_path: Path, mountpoint: str, operation: str, /, **arguments: Any) -> dict[str, Any]:
+    """As `ask`, at a socket that only its maker knows of, for as long as it takes."""
+    with _connect(socket_path, mountpoint) as client:
+        return ask_on(client, mountpoint, operation, None, **arguments)
+
+
 def ask_on(
     client: socket.socket, mountpoint: str, operation: str, timeout: float | None = 5.0, /, **arguments: Any
 ) -> dict[str, Any]:
@@ -251,7 +261,10 @@ def peer_pid(client: socket.socket) -> int | None:
 
 def connect(mountpoint: str) -> socket.socket:
     """A connection to the server of the mount at a real path. Raises NotFoundError, PermissionDeniedError."""
-    path = runtime_path(mountpoint, "sock")
+    return _connect(runtime_path(mountpoint, SOCKET), mountpoint)
+
+
+def _connect(path: Path, mountpoint: str) -> socket.socket:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     client.settimeout(_CONNECT_SECONDS)  # of a server that was killed and cannot end, nobody takes the call
     try:

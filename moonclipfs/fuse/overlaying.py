@@ -18,10 +18,10 @@ import trio
 from moonclipfs import limits
 from moonclipfs.errors import BusyError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.fuse.control import Verb
+from moonclipfs.fuse.expertserving import ExpertsOfOverlays, ServedExpertNames, ServedWithExperts
 from moonclipfs.fuse.filewriting import FileOperations
 from moonclipfs.fuse.overlaydir import OVERLAYS_NAME, OVERLAYS_NUMBER, ServedNames
 from moonclipfs.fuse.refresh import invalidate
-from moonclipfs.fuse.served import Served
 from moonclipfs.layers.arguments import argument
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlays import Overlays
@@ -35,7 +35,7 @@ _CLOSING_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 
 
-class ServedOverlay(Served):
+class ServedOverlay(ServedWithExperts):
     """An open overlay, as requests need it."""
 
     def __init__(self, overlay: Overlay) -> None:
@@ -74,6 +74,7 @@ class MountedOverlays:
         self.by_root: dict[int, ServedOverlay] = {}
         """By the numbers of their roots."""
         self.directory = ServedNames(self, operations.live)
+        self.experts = ServedExpertNames(ExpertsOfOverlays(self), operations.live)
         self._changed: set[str] = set()
         """Names of which the kernel may know something else."""
         self._dropped: list[int] = []
@@ -87,7 +88,7 @@ class MountedOverlays:
         """Of all overlays of the store, or of this mount."""
         if not self._dry:
             return self._overlays.names()
-        return sorted(overlay.name for overlay in self._overlays.opened() if overlay.info.dry_run)
+        return sorted(overlay.name for overlay in self._overlays.opened() if overlay.info.ephemeral)
 
     def opened(self, name: bytes) -> ServedOverlay | None:
         """An overlay, opened unless it is; None where there is none. Raises BusyError, CorruptError, BackendError."""
@@ -127,7 +128,7 @@ class MountedOverlays:
         at the overlay any more.
         """
         operations = self._operations
-        files = [handle for handle in operations.open_files.values() if handle.served is served]
+        files = [handle for handle in operations.open_files.values() if handle.served in (served, served.experts)]
         if files and not force:
             return [handle.place for handle in files]
         self._drop(served)
@@ -135,6 +136,8 @@ class MountedOverlays:
 
     def _drop(self, served: ServedOverlay) -> None:
         self._dropped += self._operations.layers.drop(served)
+        if served.experts is not None:
+            self._dropped += self._operations.layers.drop(served.experts)
 
     def _serve(self, overlay: Overlay) -> ServedOverlay:
         with self._lock:
@@ -191,7 +194,8 @@ class MountedOverlays:
     def _create_verb(self, create: Verb) -> Verb:
         def created(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             if self._dry:
-                arguments = {**arguments, "ephemeral": True, "dry_run": True}
+                dry_run = not argument(arguments, "committable", bool, False)  # whoever made the mount may ask for it
+                arguments = {**arguments, "ephemeral": True, "dry_run": dry_run}
             owner = arguments.get("owner")
             if not arguments.get("ephemeral") or not isinstance(owner, dict) or "pid" not in owner:
                 return create(arguments)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moonclipfs.errors import UsageError
 from moonclipfs.layers.arguments import argument
 from moonclipfs.layers.carrying import commit_into
 from moonclipfs.layers.overlay import Overlay
@@ -42,6 +43,7 @@ class _Verbs:
             "overlay_list": self.list,
             "overlay_status": self.status,
             "overlay_diff": self.diff,
+            "dry_run_diff": self.dry_run_diff,
             "overlay_commit": self.commit,
             "overlay_flush": self.flush,
             "overlay_discard": self.discard,
@@ -76,6 +78,15 @@ class _Verbs:
         overlay = self._get(arguments)
         found = layer_diff(overlay.layer, overlay.base_root)
         return {"name": overlay.name, "base": overlay.info.base, **found.as_json()}
+
+    def dry_run_diff(self, arguments: Json) -> Json:
+        """name, of an overlay on the whole live layer as that was. Answers as `diff`, of what the live layer shows now.
+        Raises UsageError without a live layer."""
+        overlay, live = self._get(arguments), self._overlays.live
+        if live is None:
+            raise UsageError("only a mount has a live layer to compare")
+        found = layer_diff(live.layer, overlay.base_root)
+        return {"name": live.layer.name, "base": overlay.info.base, **found.as_json()}
 
     def commit(self, arguments: Json) -> Json:
         """name, as (the snapshot's name, by default the overlay's), into (the path of another store, for the snapshot
