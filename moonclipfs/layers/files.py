@@ -214,6 +214,8 @@ class Files:
 
     def _resize(self, inode: Inode, size: int, now_ns: int) -> None:
         content = content_of(inode)
+        if self.quota is not None:
+            self.quota.cut(inode, size)
         if size:
             self.log.changing(inode)
             content.truncate(size)
@@ -226,7 +228,7 @@ class Files:
             self.layer.staging.set_aside(kept)
             content.clear()
         if self.quota is not None:
-            (self.quota.changed if size else self.quota.cleared)(inode)
+            self.quota.changed(inode)
         inode.mtime_ns = inode.ctime_ns = now_ns
 
     def _touch(self, inode: Inode, now_ns: int) -> None:

@@ -40,21 +40,23 @@ class Quota:
             name = self._layer.facts.get(b"overlay", b"").decode()
             raise QuotaError(f"overlay {name} has {self.used} bytes of its own, of at most {self.limit}: remove some")
 
+    def cut(self, inode: Inode, size: int) -> None:
+        """A file is about to be cut off; raises NoSpaceError, BackendError. One that is open and cut to nothing comes
+        back as it was after a crash: the journal learns of it with what is written next.
+        """
+        if self._charged.get(inode.number, 0) > size:
+            if size or not inode.writers:
+                self._layer.record(Charged(inode.number, size))
+            self._charged[inode.number] = size
+
     def changed(self, inode: Inode) -> None:
         """The content of an own file changed."""
         size, number = size_of(inode), inode.number
-        if self._charged.get(number, 0) > size:
-            self._charged[number] = size
         count = min(size, self._own(inode))
         self.used += count - self._counted.get(number, 0)
         self._counted[number] = count
         if not count:
             del self._counted[number]
-
-    def cleared(self, inode: Inode) -> None:
-        """A file was cut to nothing."""
-        self._charged.pop(inode.number, None)
-        self.changed(inode)
 
     def encoding(self, inode: Inode, generation: int) -> Iterable[Charged]:
         """What is to be journalled before a file is said to be encoded up to a generation."""
