@@ -25,6 +25,7 @@ from moonclipfs.errors import LimitError, NoSpaceError, QuotaError, StagingFullE
 from moonclipfs.fuse import initflags
 from moonclipfs.fuse.operations import Operations, answers, entry_attributes, let_go
 from moonclipfs.fuse.reading import Reads
+from moonclipfs.fuse.refresh import invalidate
 from moonclipfs.fuse.served import LIVE_BIT, LayerDirectory, LayerFile, Served, ServedLayers
 from moonclipfs.layers.changes import without_set_ids
 from moonclipfs.layers.holds import Holds
@@ -177,7 +178,7 @@ class FileOperations(Operations):
         # that is worth it for files that are written anew.
         anew = access == os.O_RDWR and (new or bool(flags & os.O_TRUNC))
         direct = self.direct and (access == os.O_WRONLY or anew)
-        return FileInfo(fh=Handle(self._last_handle), direct_io=direct, keep_cache=True)
+        return FileInfo(fh=Handle(self._last_handle), direct_io=direct, keep_cache=served.keeps_pages)
 
     @answers
     async def read(self, fh: Handle, off: int, size: int) -> bytes:
@@ -214,9 +215,17 @@ class FileOperations(Operations):
         handle = self.opened(fh)
         write = partial(handle.file.write, off, buf, self.clock.now_ns())
         try:
-            return await self._write(handle.served, write, len(buf))
+            written = await self._write(handle.served, write, len(buf))
         except LimitError as error:
             raise FUSEError(errno.EFBIG) from error  # past the longest file
+        await self.refresh_others(handle.served, handle.inode)
+        return written
+
+    async def refresh_others(self, served: Served, inode: Inode) -> None:
+        """Make the kernel forget what it knows of other files that show what was just changed."""
+        stale = [number for number in served.stale(inode) if number in self.layers.known]
+        if stale:
+            await trio.to_thread.run_sync(invalidate, (), stale, limiter=self._threads)
 
     async def _write(self, served: Served, write: Callable[[], int], length: int) -> int:
         """At once when that is likely to be quick, else on a thread."""
@@ -328,7 +337,7 @@ class FileOperations(Operations):
         }
         if any(value is not None for value in changes.values()):
             await self.change(served, served.layer.set_attributes, found, now_ns=now, **changes)
-        return self.attributes_of(found, await self._ask(served.layer.stat, found))
+        return self.attributes_of(found, await self._ask(served.layer.stat, found), served.name_seconds)
 
     async def _truncate(self, inode: Inode, served: Served, size: int, ctx: RequestContext) -> None:
         now, privileged = self.clock.now_ns(), _is_privileged(ctx)
@@ -336,6 +345,7 @@ class FileOperations(Operations):
             await self.change(served, served.layer.truncate, inode, size, now, privileged=privileged)
         except LimitError as error:
             raise FUSEError(errno.EFBIG) from error
+        await self.refresh_others(served, inode)
 
 
 def _is_of_layer(request: str, args: Sequence[Any]) -> bool:

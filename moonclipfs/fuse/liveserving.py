@@ -59,6 +59,7 @@ class LiveServer(Server):
         self.overlays = Overlays(self.store, live=self.live, mountpoint=self.place)
         self.mounted_overlays = MountedOverlays(self.overlays, self.writing)
         self.writing.overlays = self.mounted_overlays.directory
+        self.writing.experts = self.mounted_overlays.experts
         self.refresher = LiveRefresher(self.store, self.writing, self.holds)
         self.verbs = {**self.live.verbs, **self.mounted_overlays.verbs, "status": self.status, "ended": self.ended}
 

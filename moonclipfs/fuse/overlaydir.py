@@ -72,9 +72,11 @@ class ServedNames(Served):
     name_seconds = 0.0
     """Of what is not there, or not open here: other processes make and discard overlays too."""
 
-    def __init__(self, overlays: OpenOverlays, live: Live) -> None:
-        self.names = OverlayNames(overlays, live.layer)
-        super().__init__(cast("Layer", self.names), live.encoder, live.make_room, OVERLAYS_NAME)
+    def __init__(
+        self, overlays: OpenOverlays, live: Live, names: OverlayNames | None = None, place: bytes = OVERLAYS_NAME
+    ) -> None:
+        self.names = names or OverlayNames(overlays, live.layer)
+        super().__init__(cast("Layer", self.names), live.encoder, live.make_room, place)
         self._overlays = overlays
 
     @property
@@ -106,12 +108,19 @@ class OverlayNames:
     takes longer than a look into memory.
     """
 
-    def __init__(self, overlays: OpenOverlays, live: Layer) -> None:
-        """`live` has the directory above."""
+    def __init__(
+        self,
+        overlays: OpenOverlays,
+        live: Layer,
+        number: int = OVERLAYS_NUMBER,
+        number_of: Callable[[bytes], int] = root_number,
+    ) -> None:
+        """`live` has the directory above, `number_of` tells the number of a root by the id of the layer."""
         self._overlays = overlays
+        self._number_of = number_of
         self._live = live
         self._store = live.store
-        self.root = Inode(OVERLAYS_NUMBER, EntryType.DIRECTORY, _MODE, os.geteuid(), os.getegid(), time.time_ns())
+        self.root = Inode(number, EntryType.DIRECTORY, _MODE, os.geteuid(), os.getegid(), time.time_ns())
 
     # Looking
 
@@ -147,7 +156,7 @@ class OverlayNames:
         _may_wait(wait)
         root = Path(self._store.path)
         try:
-            number = root_number(layer_id(root, find_overlay(root, os.fsdecode(name)).layer))
+            number = self._number_of(layer_id(root, find_overlay(root, os.fsdecode(name)).layer))
         except (NotFoundError, UsageError):
             return None
         inode = Inode(number, EntryType.DIRECTORY, _MODE, self.root.uid, self.root.gid, self.root.mtime_ns)

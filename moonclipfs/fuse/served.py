@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from pyfuse3 import FUSEError
 
@@ -26,6 +26,8 @@ class Served:
 
     name_seconds = limits.CONTENT_TIMEOUT_SECONDS
     """How long the kernel may believe a name: such a layer changes through the mount only, or the kernel is told."""
+    keeps_pages = True
+    """Whether the pages that the kernel has of a file are right when it is opened anew."""
 
     def __init__(self, layer: Layer, encoding: Encoding, make_room: Callable[[int], int], place: bytes = b"") -> None:
         """`place` is the path of the layer's root from the root of the mount, `make_room` as `Live.make_room`."""
@@ -54,6 +56,12 @@ class Served:
     def of(self, inode: Inode) -> Served:
         """The layer of an inode that was found in a directory of this one."""
         return self
+
+    def stale(self, inode: Inode) -> Collection[int]:
+        """The numbers of other files that show the bytes which were just changed in a file, or by names in a directory:
+        what the kernel knows of these is right no more.
+        """
+        return ()
 
     def links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
         """(directory, name) of every name of an inode of the layer."""

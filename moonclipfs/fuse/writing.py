@@ -33,6 +33,7 @@ from moonclipfs.layers.holds import Holds
 from moonclipfs.layers.inodes import ROOT_NUMBER, Inode
 from moonclipfs.layers.live import Live
 from moonclipfs.layers.lookup import Status
+from moonclipfs.layers.names import Area
 from moonclipfs.layers.tree import XATTR_PREFIX, Tree
 from moonclipfs.types import EntryType
 
@@ -52,6 +53,8 @@ class LiveOperations(FileOperations):
         self._last_directory = LIVE_BIT
         self.overlays: ServedNames | None = None
         """The directory `@overlays`, if the mount has it."""
+        self.experts: ServedNames | None = None
+        """The directory `@experts/@overlays`, if the mount has it."""
 
     # Looking
 
@@ -61,6 +64,8 @@ class LiveOperations(FileOperations):
         if not is_live(parent_inode) or _is_virtual(parent_inode, name):
             if parent_inode == ROOT_NUMBER and name == OVERLAYS_NAME and self.overlays is not None:
                 return (await self._overlays_entry(self.overlays))()
+            if name == OVERLAYS_NAME and self.experts is not None and self._is_experts(parent_inode):
+                return (await self._overlays_entry(self.experts))()
             return await super().lookup(parent_inode, name, ctx)
         if len(name) > limits.NAME_BYTES:
             raise FUSEError(errno.ENAMETOOLONG)
@@ -211,6 +216,11 @@ class LiveOperations(FileOperations):
 
         return mentioned
 
+    def _is_experts(self, number: int) -> bool:
+        """Whether an inode of a read-only tree is `@experts`."""
+        node = self.nodes[number]
+        return node.area is Area.EXPERTS and not node.path
+
     def _reply(self, token: pyfuse3.ReaddirToken, name: bytes, attributes: EntryAttributes, following: int) -> bool:
         """Add a line if it fits. Each is one more mention of its inode to the kernel, but for the dots."""
         fits = pyfuse3.readdir_reply(token, Name(name), attributes, following)
@@ -337,6 +347,7 @@ class LiveOperations(FileOperations):
         options = {"replace": flags != _NOREPLACE, "exchange": flags == _EXCHANGE}
         now = self.clock.now_ns()
         await self.change(served, served.layer.rename, before, name_old, after, name_new, now, **options)
+        await self.refresh_others(served, after)
 
     def _writable(self, parent: Number, name: Name) -> tuple[Inode, Served]:
         """The directory in which a name is to be changed, and its layer."""

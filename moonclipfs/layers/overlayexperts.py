@@ -335,12 +335,6 @@ class OverlayExperts:
 
     link = rmdir = set_xattr = remove_xattr = _refuse
 
-    def close(self) -> None:
-        """Let go of the files that were made here."""
-        with self.lock:
-            while self._temporary:
-                self._let_go(self._temporary.popitem()[1])
-
     # What the kernel knows
 
     def remember(self, inode: Inode) -> None:
@@ -433,7 +427,7 @@ class OverlayExperts:
         return inode_number(self.layer.id, b"experts", b"%d" % inode.real.number, inode.layer, name, places)
 
     def _made(self, kind: Kind, real: Inode, layer: bytes = b"") -> ExpertInode:
-        number = inode_number(self.layer.id, b"experts", b"%d" % real.number, layer)
+        number = mirror_number(self.layer.id, real.number, layer)
         with self.lock:
             inode = self._inodes.get(number)
             if inode is None or inode.real is not real:
@@ -444,6 +438,11 @@ class OverlayExperts:
         """Under the lock: a file that was made here has no name any more."""
         made.handles -= 1
         self.layer.state.release(made)
+
+
+def mirror_number(layer_id: bytes, real: int, layer: bytes = b"") -> int:
+    """The number of what mirrors a directory with the number `real`, or of the directory of a layer in it."""
+    return inode_number(layer_id, b"experts", b"%d" % real, layer)
 
 
 def _directory(inode: Inode) -> ExpertInode:

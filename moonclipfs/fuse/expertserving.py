@@ -1,0 +1,143 @@
+"""`@experts/@overlays` of a mount: the experts of its overlays, which can be written to.
+
+Each overlay that is looked at there is served once more, as the tree of its experts. Nothing of that is believed by the
+kernel for long: what stands at a name follows from the contents of other files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NoReturn, Protocol, cast
+
+from moonclipfs import limits
+from moonclipfs.errors import NotPermittedError
+from moonclipfs.fuse.overlaydir import OVERLAYS_NAME, OVERLAYS_NUMBER, OverlayNames, ServedNames
+from moonclipfs.fuse.served import Served
+from moonclipfs.layers.inodes import Inode, root_number
+from moonclipfs.layers.layer import Layer
+from moonclipfs.layers.live import Live
+from moonclipfs.layers.names import Area
+from moonclipfs.layers.overlayexperts import OverlayExperts, Tables, mirror_number
+from moonclipfs.store.cache import BoundedCache
+
+EXPERTS_OVERLAYS_NUMBER = OVERLAYS_NUMBER + 1
+"""The inode number of `@experts/@overlays`."""
+
+
+class ServedExperts(Served):
+    """The experts of an open overlay, as requests need them."""
+
+    name_seconds = 0.0
+    keeps_pages = False
+
+    def __init__(self, overlay: Served, tables: Tables) -> None:
+        """`overlay` is the overlay itself."""
+        self.experts = OverlayExperts(overlay.layer, tables)
+        super().__init__(cast("Layer", self.experts), overlay.encoding, overlay.make_room)
+        self._overlay = overlay
+
+    @property
+    def epoch(self) -> object:
+        """Always the same: the kernel believes no name."""
+        return None
+
+    @property
+    def staged(self) -> int:
+        """Bytes of the overlay that wait to be stored."""
+        return self._overlay.staged
+
+    def links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
+        """None: the kernel forgets names by itself."""
+        return []
+
+    def place_of(self, inode: Inode) -> str:
+        """The path of an inode from the root of the mount, for messages."""
+        self.place = Area.EXPERTS.value + b"/" + self._overlay.place
+        return super().place_of(inode)
+
+    def stale(self, inode: Inode) -> Collection[int]:
+        """The files of the overlay that have the bytes which were changed through an expert."""
+        return self.experts.holding(inode)
+
+
+class ServingOverlays(Protocol):
+    """The overlays that a mount has open, each with its experts."""
+
+    @property
+    def by_name(self) -> Mapping[bytes, ServedWithExperts]:
+        """Those that are open."""
+
+    def names(self) -> list[str]:
+        """Of all overlays of the store."""
+
+    def opened(self, name: bytes, /) -> ServedWithExperts | None:
+        """An overlay, opened unless it is; None where there is none. Raises BusyError, CorruptError, BackendError."""
+
+
+class ServedWithExperts(Served):
+    """An open overlay whose experts are served beside it once they were asked for."""
+
+    experts: ServedExperts | None = None
+
+    def serve_experts(self, tables: Tables) -> ServedExperts:
+        """Serve them from here on."""
+        if self.experts is None:
+            self.experts = ServedExperts(self, tables)
+        return self.experts
+
+    def stale(self, inode: Inode) -> Collection[int]:
+        """The experts that the kernel knows, and that show bytes of a file which was changed."""
+        return () if self.experts is None else self.experts.experts.showing(inode)
+
+
+class ExpertsOfOverlays:
+    """The experts of the overlays that a mount has open, as `overlaydir.OpenOverlays`. Nothing is made here."""
+
+    def __init__(self, overlays: ServingOverlays) -> None:
+        self._overlays = overlays
+        self._tables: Tables = BoundedCache(limits.EXPERT_CACHE_PARTS)
+
+    @property
+    def by_name(self) -> Mapping[bytes, Served]:
+        """Those that are open, and whose experts were asked for."""
+        found = list(self._overlays.by_name.items())
+        return {name: served.experts for name, served in found if served.experts is not None}
+
+    @property
+    def by_root(self) -> Mapping[int, Served]:
+        """The same, by the numbers of their roots."""
+        return {served.layer.root.number: served for served in self.by_name.values()}
+
+    def names(self) -> list[str]:
+        """Of all overlays of the store."""
+        return self._overlays.names()
+
+    def opened(self, name: bytes) -> Served | None:
+        """The experts of an overlay, which is opened unless it is; None where there is none."""
+        served = self._overlays.opened(name)
+        return None if served is None else served.serve_experts(self._tables)
+
+    def make(self, name: str) -> NoReturn:
+        """Raises NotPermittedError."""
+        raise NotPermittedError("overlays are made, renamed and discarded in @overlays")
+
+    def rename(self, old: str, new: str) -> NoReturn:
+        """Raises NotPermittedError."""
+        self.make(new)
+
+    def discard(self, name: str) -> NoReturn:
+        """Raises NotPermittedError."""
+        self.make(name)
+
+
+class ServedExpertNames(ServedNames):
+    """The directory `@experts/@overlays`, as requests need it."""
+
+    def __init__(self, overlays: ExpertsOfOverlays, live: Live) -> None:
+        names = OverlayNames(overlays, live.layer, EXPERTS_OVERLAYS_NUMBER, _root_number)
+        super().__init__(overlays, live, names, Area.EXPERTS.value + b"/" + OVERLAYS_NAME)
+
+
+def _root_number(layer_id: bytes) -> int:
+    """The number of the root of the experts of an overlay that is not open."""
+    return mirror_number(layer_id, root_number(layer_id))
