@@ -190,6 +190,21 @@ class FileOps:
         os.close(fd)
 
 
+class UnsyncedOps(FileOps):
+    """Syncs nothing: what is written survives a crash of the program, not a power cut."""
+
+    def fdatasync(self, fd: int) -> None:
+        """Nothing."""
+
+    def fsync(self, fd: int) -> None:
+        """Nothing."""
+
+
+def default_ops() -> FileOps:
+    """Those that sync, unless $MOONCLIPFS_FSYNC is 0."""
+    return UnsyncedOps() if os.environ.get("MOONCLIPFS_FSYNC") == "0" else FileOps()
+
+
 class os_errors:
     """Turn an OSError into the project's error of its kind, with `doing` (a verb and a path) in front.
 
@@ -356,7 +371,7 @@ class LocalBackend:
     def __init__(self, root: str | os.PathLike[str], ops: FileOps | None = None, *, shared: bool = False) -> None:
         """`shared` lets the group in: files are made 0660 instead of 0600."""
         self.root = Path(root)
-        self.ops = ops or FileOps()
+        self.ops = ops or default_ops()
         self.owner = secrets.token_hex(16)
         self.file_mode = 0o660 if shared else 0o600
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -81,6 +82,8 @@ class Intake:
         self._pool: Executor = self._own_pool
         self._lock = threading.Lock()
         self._flights: dict[ObjectId, Future[Location]] = {}
+        self.hash_seconds = self.put_seconds = 0.0
+        """What all threads together spent on ids of objects, and on encoding and writing new ones."""
         self.stats = IngestStats()
 
     def close(self) -> None:
@@ -210,8 +213,11 @@ class Intake:
 
     def _put_object(self, kind: Kind, raw: Buffer, hints: Callable[[], Hints]) -> tuple[Location, bool]:
         """Find or store an object; of threads that bring the same one, one encodes and the others wait for it."""
+        began = time.perf_counter()
         identity = object_id(kind, raw)
+        hashed = time.perf_counter()
         with self._lock:
+            self.hash_seconds += hashed - began
             other = self._flights.get(identity)
             if other is None:
                 mine = self._flights[identity] = Future()
@@ -228,6 +234,7 @@ class Intake:
             raise
         finally:
             with self._lock:
+                self.put_seconds += time.perf_counter() - hashed
                 del self._flights[identity]
         return location, new
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,8 +32,11 @@ from moonclipfs.store.retention import Rules, metric_of, step_of
 from moonclipfs.torch import parts, runs, saving
 from moonclipfs.torch.background import Background
 from moonclipfs.torch.casting import CastRules
+from moonclipfs.torch.console import tell
+from moonclipfs.torch.dtypes import dtype_name
 from moonclipfs.torch.loading import Loading
 from moonclipfs.torch.place import Place
+from moonclipfs.torch.profile import Profile, wanted
 from moonclipfs.torch.reading import read_all
 from moonclipfs.torch.saved import Saved
 from moonclipfs.torch.staging import HostBuffers
@@ -196,16 +200,23 @@ class CheckpointManager:
         taken = parts.take(given, allow_pickle=self._allow_pickle)
         files = _contents(extra_files or {})
         self._tell_unmatched(taken)
-        self._background.wait()
-        store = self._place.for_saving()
-        staged, shared = saving.capture(taken, self._buffers)
         path = runs.path_of(self.name, step)
+        profile = Profile(path)
+        with profile.phase("wait"):
+            self._background.wait()
+        store = self._place.for_saving()
+        with profile.phase("copy"):
+            staged, shared = saving.capture(taken, self._buffers)
         record = {**about, runs.MANAGER: {"attempt": secrets.token_hex(8)}, runs.USER: dict(metadata or {})}
-        job = saving.Job(path, step, taken, staged, shared, files, record, self._cast, self._published)
+        job = saving.Job(path, step, taken, staged, shared, files, record, self._cast, profile, self._published)
         self._published = None
 
         def run() -> None:
-            self._published = saving.store_job(store, job, self._workers, self._most_bytes)
+            self._place.measure(profile)
+            published = self._published = saving.store_job(store, job, self._workers, self._most_bytes)
+            self._place.measure(None)
+            if wanted():
+                profile.tell(runs.bytes_of(published.version), published.stored)
             if self._rules is not None:
                 retain(store, self._rules)
 
@@ -336,6 +347,52 @@ class CheckpointManager:
         return Loaded(saved.id, saved.step, saved.metadata, state)
 
     # Looking
+
+    def describe(self, step_or_id: int | str) -> dict[str, Any]:
+        """What a snapshot holds, without reading any of it: `id`, `step`, `created`, `metadata`, `metric`, `bytes`,
+        `pinned`, `thinned`, and of each of its `parts` the dtype and shape of every tensor. Raises NotFoundError.
+        """
+        self._wait()
+        with self._place.reading() as names:
+            version = runs.find(names, self.name, step_or_id)
+            saved = Saved(self._place.store(), version)
+            kept = [part for part in saved.parts if not set(saved.parts[part]["files"]) & set(runs.thinned_of(version))]
+            tensors = {part: saved.tensors(part).values() for part in kept}
+            described = {
+                part: {one.name: {"dtype": dtype_name(one.dtype), "shape": list(one.shape)} for one in found}
+                for part, found in tensors.items()
+            }
+            return {**asdict(runs.info_of(names, version)), "parts": described}
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of the run and of its store: `snapshots`, `latest_step`, `bytes` of the snapshots' files,
+        `store_bytes` on disk, `ratio` of the two (None for an empty store), `last_queue_wait` in seconds.
+        """
+        self._wait()
+        saved = runs.saved_versions(self._place.names(), self.name)
+        size = sum(runs.bytes_of(version) for version in saved)
+        packs = self._place.pack_bytes()
+        return {
+            "store": str(self._place.path),
+            "run": self.name,
+            "snapshots": len(saved),
+            "latest_step": step_of(saved[-1]) if saved else None,
+            "bytes": size,
+            "store_bytes": packs,
+            "ratio": size / packs if packs else None,
+            "last_queue_wait": self.last_queue_wait(),
+        }
+
+    def print_stats(self) -> None:
+        """Print `stats` for a person. Never fails for the console's sake."""
+        found = self.stats()
+        ratio = "" if found["ratio"] is None else f", {found['ratio']:.1f} times less than the files"
+        tell(
+            f"{found['run']} in {found['store']}: {found['snapshots']} snapshots, the latest of step "
+            f"{found['latest_step']}; {found['bytes'] / 1e6:.1f} MB of files, the store takes "
+            f"{found['store_bytes'] / 1e6:.1f} MB{ratio}",
+            sys.stdout,
+        )
 
     def list_snapshots(self) -> list[runs.SnapshotInfo]:
         """The snapshots of the run, in the order of saving; those in flight are waited for."""

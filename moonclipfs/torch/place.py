@@ -13,6 +13,7 @@ from moonclipfs.store.log import Names
 from moonclipfs.store.replay import State
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import is_store, mounted
+from moonclipfs.torch.profile import Profile, TimedOps, wanted
 from moonclipfs.types import NO_ID
 
 _DRY_RUN = "user.moonclip.dry_run"
@@ -27,6 +28,7 @@ class Place:
         """
         self.path = _store_behind(Path(path))
         self._store: Store | None = None
+        self._timed: TimedOps | None = None
         self._claims: Claims | None = None
         if is_store(self.path):
             self._open()
@@ -70,6 +72,17 @@ class Place:
         with self._claims.held():
             yield self.names()
 
+    def pack_bytes(self) -> int:
+        """Bytes of all packs of the store; 0 when there is none."""
+        if self._store is None:
+            return 0
+        return sum(info.size for info in self._store.backend.list("packs/"))
+
+    def measure(self, profile: Profile | None) -> None:
+        """Count system calls of the store into a profile from here on, where profiles are wanted."""
+        if self._timed is not None:
+            self._timed.profile = profile
+
     def close(self) -> None:
         """Close the store. Harmless when done before."""
         if self._claims is not None:
@@ -80,6 +93,8 @@ class Place:
             store = Store.open(self.path, write=True, purpose="checkpoint manager")
         except PermissionDeniedError:
             store = Store.open(self.path, purpose="checkpoint manager")
+        if wanted():
+            store.backend.ops = self._timed = TimedOps(store.backend.ops)
         # It follows the log for as long as it is open, so that a run which saves once a day keeps gc from nothing.
         self._claims = Claims(store, owned=True)
         self._claim = self._claims.claim(NO_ID, 0)

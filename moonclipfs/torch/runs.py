@@ -21,7 +21,9 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
-    """One saved snapshot: `id` is what `load` takes, `bytes` the length of its files."""
+    """One saved snapshot: `id` is what `load` takes, `bytes` the length of its files, `thinned` those that were dropped
+    from it.
+    """
 
     id: str
     step: int
@@ -30,6 +32,7 @@ class SnapshotInfo:
     metric: Mapping[str, Any] | None
     bytes: int
     pinned: bool
+    thinned: tuple[str, ...]
 
 
 def path_of(run: str, step: int) -> str:
@@ -49,7 +52,7 @@ def saved_versions(names: Names, run: str) -> list[Version]:
         for path, version in names.bound().items()
         if path.rpartition("/")[0] == run and MANAGER in version.metadata
     )
-    return sorted(found, key=lambda version: version.sequence)
+    return sorted(found, key=lambda version: version.order)
 
 
 def find(names: Names, run: str, wanted: int | str) -> Version:
@@ -81,11 +84,22 @@ def best(names: Names, run: str, metric: str) -> Version | None:
     return min(rated, key=lambda pair: pair[0])[1] if rated else None
 
 
+def bytes_of(version: Version) -> int:
+    """The length of a version's files together."""
+    size = version.metadata.get("bytes")
+    return size if isinstance(size, int) else 0
+
+
+def thinned_of(version: Version) -> tuple[str, ...]:
+    """The files that were dropped from a version."""
+    dropped = version.metadata.get("thinned")
+    return tuple(map(str, dropped)) if isinstance(dropped, list | tuple) else ()
+
+
 def info_of(names: Names, version: Version) -> SnapshotInfo:
     """What the log tells of a version."""
     metadata = version.metadata
     metric = metadata.get("metric")
-    size = metadata.get("bytes")
     user = metadata.get(USER)
     return SnapshotInfo(
         id_of(version),
@@ -93,6 +107,7 @@ def info_of(names: Names, version: Version) -> SnapshotInfo:
         datetime.datetime.fromtimestamp(version.time_ns / 1e9, datetime.UTC),
         user if isinstance(user, Mapping) else {},
         metric if isinstance(metric, Mapping) else None,
-        size if isinstance(size, int) else 0,
+        bytes_of(version),
         (version.path, version.number) in names.pins(),
+        thinned_of(version),
     )

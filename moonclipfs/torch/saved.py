@@ -18,6 +18,7 @@ from moonclipfs.store.target import close_names
 from moonclipfs.torch.casting import Cast
 from moonclipfs.torch.dtypes import BY_WORD, CARRIERS, dtype_named
 from moonclipfs.torch.parts import STATE_FILE, namer_of
+from moonclipfs.torch.runs import thinned_of
 from moonclipfs.torch.saving import FORMAT, VERSION
 from moonclipfs.torch.statedict import Namer
 from moonclipfs.types import Version
@@ -125,7 +126,11 @@ class Saved:
         try:
             entry = self.store.lookup(self.version, file.encode())
         except NotFoundError as error:
-            raise NotFoundError(f"{self.id} has no {file}: it was thinned, or changed by hand") from error
+            if file in thinned_of(self.version):
+                raise UsageError(
+                    f"{self.id} was thinned: {file} is gone, so no training goes on from it; what it has can be loaded"
+                ) from error
+            raise CorruptError(f"{self.id} has no {file}, which its {STATE_FILE} names") from error
         layout = self.store.layout(entry)
         if layout.reason:
             raise CorruptError(f"{self.id}: {file} is not readable: {layout.reason}")

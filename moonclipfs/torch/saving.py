@@ -21,6 +21,7 @@ from moonclipfs.store.store import Store, root_metadata
 from moonclipfs.torch.casting import Cast, CastReader, CastRules, plan
 from moonclipfs.torch.dtypes import CARRIERS, carrier_of, dtype_name, memory_of
 from moonclipfs.torch.parts import STATE_FILE, Part
+from moonclipfs.torch.profile import Profile
 from moonclipfs.torch.sharing import Key, groups, same_place
 from moonclipfs.torch.staging import HostBuffers, Staged
 from moonclipfs.torch.tensorfile import FileTensor, TensorFile, part_files
@@ -45,15 +46,17 @@ class Job:
     metadata: dict[str, Any]
     """What the log record is to say."""
     rules: CastRules
+    profile: Profile
     after: Published | None = None
     """The save whose bytes are those of tensors that are `unchanged`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A save that became a version: the recipe of each of its tensor files."""
+    """A save that became a version: the recipe of each of its tensor files. `stored` are the bytes that it added."""
 
     version: Version
+    stored: int = 0
     recipes: dict[str, ObjectId] = field(default_factory=dict)
 
 
@@ -85,7 +88,9 @@ def store_job(store: Store, job: Job, pool: Executor, most_bytes: int) -> Publis
     files, state = _files(job, most_bytes)
     with store.ingest() as ingest:
         ingest.use_pool(pool)
-        return _Writing(store, ingest, job).publish(files, state)
+        published = _Writing(store, ingest, job).publish(files, state)
+        job.profile.take_in(ingest)
+    return published
 
 
 def _files(job: Job, most_bytes: int) -> tuple[dict[str, TensorFile], dict[str, bytes]]:
@@ -180,7 +185,8 @@ class _Writing:
             "files": len(entries),
             "bytes": sum(entry.size for entry in entries),
         }
-        return Published(self._ingest.publish(self._job.path, root, metadata), recipes)
+        version = self._ingest.publish(self._job.path, root, metadata)
+        return Published(version, self._ingest.stats.stored_bytes, recipes)
 
     def _put(self, name: str, source: Source, kept: Kept | None) -> Entry:
         child, size, _ = self._ingest.put_file(source, self._previous(name), kept=kept)
@@ -214,7 +220,7 @@ def newest_of_line(store: Store, path: str) -> Version | None:
     """The version that was bound last among those under the parent of `path`."""
     parent = path.rpartition("/")[0]
     siblings = (version for version in store.names().all_versions() if version.path.rpartition("/")[0] == parent)
-    return max(siblings, key=lambda version: version.sequence, default=None)
+    return max(siblings, key=lambda version: version.order, default=None)
 
 
 def _umask() -> int:
