@@ -9,6 +9,9 @@
 
     moonclipfs.seal("/mnt/ckpt/run1/checkpoint-500")  # in a mount: a version of it, now
 
+    with moonclipfs.dry_run("/data/store", "run1/checkpoint-500") as path:  # to work on as if it were one's own
+        train(path)
+
 Importing this module imports nothing else; the names below are loaded when they are first used.
 """
 
@@ -19,32 +22,49 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moonclipfs.api import Snapshot, StoreReader, TensorInfo, flush, open, seal, status
+    from moonclipfs.dryrun import DryRun, dry_run
     from moonclipfs.errors import MoonclipError
+    from moonclipfs.layers.dryness import is_dry_run
+    from moonclipfs.overlayapi import Overlay, create_overlay, overlay, overlays
     from moonclipfs.torch.manager import CheckpointManager
 
 __version__ = "0.2.0"
 
 __all__ = [
     "CheckpointManager",
+    "DryRun",
     "MoonclipError",
+    "Overlay",
     "Snapshot",
     "StoreReader",
     "TensorInfo",
     "__version__",
+    "create_overlay",
+    "dry_run",
     "flush",
+    "is_dry_run",
     "open",
+    "overlay",
+    "overlays",
     "seal",
     "status",
 ]
 
 _HOMES = {
     "CheckpointManager": "moonclipfs.torch.manager",
+    "DryRun": "moonclipfs.dryrun",
     "MoonclipError": "moonclipfs.errors",
+    "Overlay": "moonclipfs.overlayapi",
     "Snapshot": "moonclipfs.api",
     "StoreReader": "moonclipfs.api",
     "TensorInfo": "moonclipfs.api",
+    "create_overlay": "moonclipfs.overlayapi",
+    "dry_run": "moonclipfs.dryrun",
     "flush": "moonclipfs.api",
+    "is_dry_run": "moonclipfs.layers.dryness",
     "open": "moonclipfs.api",
+    "overlay": "moonclipfs.overlayapi",
+    "overlays": "moonclipfs.overlayapi",
     "seal": "moonclipfs.api",
     "status": "moonclipfs.api",
 }

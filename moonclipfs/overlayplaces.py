@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from moonclipfs.errors import UsageError
 from moonclipfs.fuse.control import ask
@@ -20,6 +20,21 @@ from moonclipfs.store.layerdirs import layer_holder
 from moonclipfs.store.overlaydirs import find_overlay, overlay_infos
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import OVERLAYS, default_store, is_store, parse_target
+
+
+class Place(Protocol):
+    """Where overlays are asked for. `store` is the directory of the store."""
+
+    store: Path
+
+    def ask(self, verb: str, /, **arguments: Any) -> Mapping[str, Any]:
+        """Call a verb of `layers/overlayverbs.py`, and return its answer. Raises its errors."""
+
+    def path(self, name: str) -> str | None:
+        """Where an overlay is seen; None where only this process can use it."""
+
+    def close(self) -> None:
+        """Let go of what was opened. Harmless when repeated."""
 
 
 class InMount:
