@@ -19,21 +19,21 @@ COMMAND_TABLE = README.split("## Commands")[1].split("Exit codes")[0]
 
 
 def test_every_command_is_told() -> None:
-    told = set(re.findall(r"`([a-z]+)", COMMAND_TABLE))
+    told = set(re.findall(r"`([a-z-]+)", COMMAND_TABLE))
     assert set(COMMANDS) | set(ALIASES) <= told
 
 
 def test_every_command_that_is_told_exists() -> None:
-    used = set(re.findall(r"(?:^\$ |`)moonclipfs ([a-z]+)", README, re.MULTILINE))
+    used = set(re.findall(r"(?:^\$ |`)moonclipfs ([a-z-]+)", README, re.MULTILINE))
     assert used
     assert used <= set(COMMANDS) | set(ALIASES)
 
 
 @pytest.mark.parametrize("row", [row for row in COMMAND_TABLE.splitlines() if row.startswith("| `")])
 def test_options_that_are_told_exist(row: str) -> None:
-    name = re.match(r"\| `([a-z]+)", row)
+    name = re.match(r"\| `([a-z-]+)", row)
     assert name is not None
-    command = importlib.import_module(f"moonclipfs.cli.{name[1]}").command
+    command = importlib.import_module(f"moonclipfs.cli.{name[1].replace('-', '_')}").command
     known = {option for parameter in command.params for option in parameter.opts}
     assert set(re.findall(r"--[a-z-]+", row)) <= known
 

@@ -45,6 +45,7 @@ COMMANDS = {
     "thin": "Drop the optimizer's state from older snapshots.",
     "optimize": "Make the newest snapshots quick to read.",
     "gc": "Free the space of what nothing refers to.",
+    "import-moonclip": "Import the snapshots of a moonclip store.",
     "verify": "Check every stored byte (also: check).",
     "mount": "Mount a store as a file system.",
     "umount": "Unmount a store.",
@@ -71,7 +72,7 @@ class Commands(click.Group):
         name = ALIASES.get(cmd_name, cmd_name)
         if name not in COMMANDS:
             return None
-        command = importlib.import_module(f"moonclipfs.cli.{name}").command
+        command = importlib.import_module(f"moonclipfs.cli.{name.replace('-', '_')}").command
         if not isinstance(command, click.Command):
             raise TypeError(f"moonclipfs.cli.{name}.command is no command")
         return command

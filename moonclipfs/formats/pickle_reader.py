@@ -134,6 +134,12 @@ class PickleReader:
         self._new(Pairs())
         self._set(items)
 
+    def _empty_set(self) -> None:
+        self._stack.append(UNKNOWN)
+
+    def _add_items(self) -> None:
+        self._pop_mark()
+
     def _frozen_set(self) -> None:
         self._pop_mark()
         self._stack.append(UNKNOWN)
@@ -148,6 +154,12 @@ class PickleReader:
             self._stack.append(UNKNOWN)
         else:
             self._new(self._window.take(length).decode("utf-8", "surrogateescape"))
+
+    def _float(self) -> None:
+        self._skip(8)
+
+    def _bytes(self, length: int) -> None:
+        self._skip(length)
 
     def _skip(self, length: int) -> None:
         self._window.skip(length)
@@ -238,34 +250,34 @@ _OPCODES: dict[int, Callable[[PickleReader], None]] = {
         "J": PickleReader._int32,
         "\x8a": lambda r: r._long(r._window.byte()),
         "\x8b": lambda r: r._long(r._window.u32()),
-        "G": lambda r: r._skip(8),
+        "G": lambda r: r._float(),
         "\x8c": lambda r: r._text(r._window.byte()),
         "X": lambda r: r._text(r._window.u32()),
         "\x8d": lambda r: r._text(r._window.u64()),
         # byte strings are text in the pickles of Python 2
         "U": lambda r: r._text(r._window.byte()),
         "T": lambda r: r._text(r._window.u32()),
-        "C": lambda r: r._skip(r._window.byte()),
-        "B": lambda r: r._skip(r._window.u32()),
-        "\x8e": lambda r: r._skip(r._window.u64()),
-        "\x96": lambda r: r._skip(r._window.u64()),
+        "C": lambda r: r._bytes(r._window.byte()),
+        "B": lambda r: r._bytes(r._window.u32()),
+        "\x8e": lambda r: r._bytes(r._window.u64()),
+        "\x96": lambda r: r._bytes(r._window.u64()),
         # containers
         ")": lambda r: r._stack.append(()),
         "]": lambda r: r._new([]),
         "}": lambda r: r._new(Pairs()),
-        "\x8f": lambda r: r._stack.append(UNKNOWN),
+        "\x8f": lambda r: r._empty_set(),
         "t": lambda r: r._new(tuple(r._pop_mark())),
         "\x85": lambda r: r._tuple(1),
         "\x86": lambda r: r._tuple(2),
         "\x87": lambda r: r._tuple(3),
         "l": lambda r: r._new(r._pop_mark()),
         "d": PickleReader._dict,
-        "\x91": PickleReader._frozen_set,
+        "\x91": lambda r: r._frozen_set(),
         "a": lambda r: r._extend([r._pop()]),
         "e": lambda r: r._extend(r._pop_mark()),
         "s": lambda r: r._set(r._pop_two()),
         "u": lambda r: r._set(r._pop_mark()),
-        "\x90": PickleReader._drop_mark,
+        "\x90": lambda r: r._add_items(),
         # objects
         "c": PickleReader._global,
         "\x93": PickleReader._stack_global,
