@@ -339,7 +339,7 @@ class Lookup(Core):
 
     def _status(self, inode: Inode) -> Status:
         size = blocks = 0
-        type_, (mtime, ctime) = inode.type, self._times(inode)
+        type_, (mtime, ctime) = inode.type, self.times(inode)
         if type_ is EntryType.DIRECTORY:
             nlink = 2 + self._subdirectories(inode) if inode.links or inode is self.root else 0
         else:
@@ -354,8 +354,10 @@ class Lookup(Core):
         atime = inode.atime_ns if inode.own else mtime
         return Status(mode, nlink, inode.uid, inode.gid, size, mtime, ctime, atime, blocks)
 
-    def _times(self, inode: Inode) -> tuple[int, int]:
-        """Times of modification and change: a directory that is not own is modified when a name is bound in it."""
+    def times(self, inode: Inode) -> tuple[int, int]:
+        """Under the lock: times of modification and change. A directory that is not own is newer when names are in
+        it.
+        """
         mtime, ctime = inode.mtime_ns, inode.ctime_ns
         if inode.is_directory and not inode.own and (path := self._names_path(inode)) is not None:
             named = self.view.area(Area.LIVE).mtimes.get(path, 0)

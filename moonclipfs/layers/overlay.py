@@ -270,7 +270,7 @@ class Overlay:
         if now - self._synced_at >= limits.SYNC_SECONDS and self.layer.counter != self._synced_counter:
             self._synced_at, self._synced_counter = now, self.layer.counter
             self.layer.sync_all()
-        return self.encoder.wanted or self.encoder.is_pressed()
+        return self.encoder.is_due(now)
 
     def relieve(self, stopping: threading.Event) -> None:
         """Encode what is staged in the background. Raises what keeps some of it from that."""

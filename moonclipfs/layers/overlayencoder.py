@@ -46,6 +46,8 @@ class OverlayEncoder:
         self.on_wake: Callable[[], None] = lambda: None
         """Lets whoever has the overlay look at it now."""
         self._ended = False
+        self._again_at = 0.0
+        """When what could not be encoded in the background is tried again."""
 
     @contextmanager
     def running(self) -> Iterator[Encoder]:
@@ -106,21 +108,30 @@ class OverlayEncoder:
         self.on_wake()
 
     def relieve(self, stopping: threading.Event) -> None:
-        """Encode what is staged until there is room again and nobody asks for more; `stopping` ends it early."""
+        """Encode what is staged until there is room again and nobody asks for more; `stopping` ends it early. Raises
+        what keeps some of it from that: then it is not due again for a while.
+        """
+        self._again_at = time.monotonic() + limits.ENCODE_RETRY_SECONDS
         with self.running() as encoder:
             until = time.monotonic() + limits.OVERLAY_ENCODER_LINGER_SECONDS
             while not stopping.is_set() and time.monotonic() < until:
                 if self.wanted or (self.is_pressed() and not encoder.failures):
                     self.wanted = False
-                    encoder.wake()
+                    encoder.drain(urgent=False)  # what is open for writing it takes by itself when it has to
                     until = time.monotonic() + limits.OVERLAY_ENCODER_LINGER_SECONDS
                 stopping.wait(_POLL_SECONDS)
-            encoder.drain(urgent=False)
+        self._again_at = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Whether staged bytes are to be encoded in the background, at a time of the monotonic clock."""
+        return (self.wanted or self.is_pressed()) and now >= self._again_at
 
     def is_pressed(self) -> bool:
         """Whether so much is staged that it is to be encoded without being asked for."""
         staging = self._layer.staging
-        return staging.waiting > min(limits.OVERLAY_STAGED_BYTES, staging.limit * limits.STAGING_PRESSURE_SHARE)
+        if staging.waiting > staging.limit * limits.STAGING_PRESSURE_SHARE:
+            return True
+        return staging.waiting > limits.OVERLAY_STAGED_BYTES and self._layer.files.jobs.has_work()
 
     @property
     def failures(self) -> int:

@@ -56,7 +56,7 @@ class LocalOverlayEncoder:
         self.wanted = False
         self.drain()
 
-    def is_pressed(self) -> bool:
+    def is_due(self, now: float) -> bool:
         return False
 
     def end(self) -> None:
