@@ -91,7 +91,7 @@ class Adopting(NameSync):
                 child, kind = child_directory, Kind.DIRECTORY
         refs: list[tuple[Kind, ObjectId]] = [(kind, child)] if child != NO_ID else []
         record = Adopt(
-            inode.number, directory.number, name, inode.type, inode.mode, inode.uid, inode.gid, *self._times(inode),
+            inode.number, directory.number, name, inode.type, inode.mode, inode.uid, inode.gid, *self.times(inode),
             tuple(inode.xattrs.items()), inode.size, child, inode.target, anchor, path, root, inode.group, inode.sealed,
         )  # fmt: skip
         self.record(record, refs)

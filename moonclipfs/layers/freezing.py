@@ -114,8 +114,15 @@ class Builder:
                 child = self._layer.look_inside(inode, child_name)
                 entries.append(self.directory(child_name, child, join(path, child_name), depth + 1))
         anchor, child_id = (b"", NO_ID) if lower is None else (lower.anchor, lower.directory)
+        # Where names are bound in it, it is newer than what it shows through.
+        mtime, ctime = self._layer.times(inode) if self._whole else (inode.mtime_ns, inode.ctime_ns)
         return _entry(name, inode)._replace(
-            child=child_id, anchor=anchor, removed=tuple(sorted(inode.removed)), entries=tuple(entries)
+            mtime_ns=mtime,
+            ctime_ns=ctime,
+            child=child_id,
+            anchor=anchor,
+            removed=tuple(sorted(inode.removed)),
+            entries=tuple(entries),
         )
 
     def _file(self, name: bytes, inode: Inode) -> CapturedEntry:

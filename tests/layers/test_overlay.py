@@ -14,13 +14,13 @@ from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
-from moonclipfs.types import EntryType
+from moonclipfs.types import Entry, EntryType
 from tests.layers.filekit import overwrite, read_all, write_file
 from tests.layers.overlaykit import LocalOverlayEncoder, create, everything, size_of_overlay, stored_bytes
-from tests.layers.publish import Fifo, File, publish
+from tests.layers.publish import Fifo, File, Files, publish
 from tests.layers.sealkit import identities, model, put, tree
 
-BASE = {
+BASE: Files = {
     "a": {"b": {"deep": b"1"}, "x": b"in a"},
     "file": b"hello",
     "hard": File(b"shared", link_group=7),
@@ -130,10 +130,10 @@ def test_ghost_names_after_removing_making_and_renaming(overlay: Overlay) -> Non
     overlay.close()
 
 
-def everything_of_base(overlay: Overlay) -> list[tuple[object, ...]]:
+def everything_of_base(overlay: Overlay) -> list[tuple[bytes, Entry]]:
     """All that the base version holds, by its objects."""
     store = overlay.store
-    return [(path, entry) for path, entry in store.walk(store.resolve("base"))]
+    return list(store.walk(store.resolve("base")))
 
 
 def test_rename_over_a_whiteout_keeps_the_lower_entry_hidden(overlay: Overlay) -> None:
