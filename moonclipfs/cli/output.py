@@ -62,8 +62,10 @@ def _escaped(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{{{code:x}}}"
 
 
-def table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), right: Iterable[int] = ()) -> None:
-    """Print aligned columns; those numbered in `right` (from 0) are flush right."""
+def table(
+    rows: Iterable[Sequence[str]], header: Sequence[str] = (), right: Iterable[int] = (), *, err: bool = False
+) -> None:
+    """Print aligned columns, on stderr if `err`; those numbered in `right` (from 0) are flush right."""
     lines = [list(row) for row in rows]
     if header:
         lines.insert(0, list(header))
@@ -76,7 +78,7 @@ def table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), right: Iter
             cell.rjust(width) if number in flush_right else cell.ljust(width)
             for number, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
-        click.echo("  ".join(cells).rstrip())
+        click.echo("  ".join(cells).rstrip(), err=err)
 
 
 def emit_json(value: object) -> None:

@@ -116,19 +116,19 @@ def overlay_row(found: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def print_diff(found: Mapping[str, Any]) -> None:
-    """What an overlay changed, as `LayerDiff.as_json` tells it."""
+def print_diff(found: Mapping[str, Any], *, err: bool = False) -> None:
+    """What an overlay changed, as `LayerDiff.as_json` tells it; on stderr if `err`."""
     files, tensors = found["files"], found["tensors"]
     for one in files[:_LISTED]:
         what = f" ({', '.join(one['attributes'])})" if one["attributes"] else ""
         slash = "/" if one["type"] == "directory" else ""
-        click.echo(f"{_MARKS[one['change']]} {printable(one['path'])}{slash}{what}")
-    _more(len(files), "paths")
+        click.echo(f"{_MARKS[one['change']]} {printable(one['path'])}{slash}{what}", err=err)
+    _more(len(files), "paths", err)
     if tensors:
-        click.echo("tensors:")
-        table((" ", *tensor_row(one)) for one in tensors[:_LISTED])
-        _more(len(tensors), "tensors")
-    click.echo(summary(found))
+        click.echo("tensors:", err=err)
+        table(((" ", *tensor_row(one)) for one in tensors[:_LISTED]), err=err)
+        _more(len(tensors), "tensors", err)
+    click.echo(summary(found), err=err)
 
 
 def summary(found: Mapping[str, Any]) -> str:
@@ -141,10 +141,10 @@ def summary(found: Mapping[str, Any]) -> str:
     return text
 
 
-def print_commit(answer: Mapping[str, Any]) -> None:
+def print_commit(answer: Mapping[str, Any], *, err: bool = False) -> None:
     """NAME@N, and what is in it."""
     new = f"{_count(answer['files'] or 0, 'file')}, {human(answer['bytes'] or 0)}" if answer["new"] else "nothing new"
-    click.echo(f"{printable(answer['path'])}@{answer['number']}: {new}")
+    click.echo(f"{printable(answer['path'])}@{answer['number']}: {new}", err=err)
 
 
 def _counts(found: Sequence[Mapping[str, Any]]) -> str:
@@ -156,6 +156,6 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _more(number: int, what: str) -> None:
+def _more(number: int, what: str, err: bool) -> None:
     if number > _LISTED:
-        click.echo(f"  and {number - _LISTED} more {what} (--json tells all)")
+        click.echo(f"  and {number - _LISTED} more {what}", err=err)

@@ -17,10 +17,13 @@ import click
 
 from moonclipfs.cli.mounting import mount_options, with_mount_options
 from moonclipfs.cli.output import PROGRAM, printable
+from moonclipfs.cli.rundry import DryRunOf, DryRunOptions
 from moonclipfs.cli.target import complete_target, whole_store
+from moonclipfs.cli.values import size
 from moonclipfs.errors import MountError, UsageError
 from moonclipfs.fuse.attached import SIGNALS, AttachedMount
 from moonclipfs.fuse.namespace import Isolation, adopt_orphans
+from moonclipfs.overlayplaces import base_spec
 
 _COMMAND = f"{__name__}.command"
 _SI_KERNEL = 0x80
@@ -49,9 +52,27 @@ class _CommandLine(click.Command):
 @click.command("run", cls=_CommandLine)
 @click.argument("store", metavar="[STORE] -- COMMAND...", required=False, shell_complete=complete_target)
 @click.option("--at", metavar="DIR", type=click.Path(), help="Where to mount (default: a new temporary directory).")
+@click.option("--dry-run", is_flag=True, help="Everything can be written, and nothing of it is kept.")
+@click.option("--base", metavar="BASE", help="In a dry run, what the directory shows: NAME[@VERSION] or an overlay.")
+@click.option("--quota", metavar="SIZE", type=size, help="In a dry run, at most so much may be changed.")
+@click.option("--commit", is_flag=True, help="Commit the dry run when the command succeeds.")
+@click.option("--as", "as_name", metavar="SNAPSHOT", help="Name of what --commit makes (default: one is made up).")
+@click.option("--report", metavar="FILE", type=click.Path(), help="Write what a dry run changed as JSON to a file.")
 @with_mount_options
 @click.pass_context
-def command(context: click.Context, /, store: str | None, at: str | None, **chosen: Any) -> int:
+def command(
+    context: click.Context,
+    /,
+    store: str | None,
+    at: str | None,
+    dry_run: bool,
+    base: str | None,
+    quota: int | None,
+    commit: bool,
+    as_name: str | None,
+    report: str | None,
+    **chosen: Any,
+) -> int:
     """Mount STORE (or $MOONCLIPFS_STORE) for COMMAND alone, and unmount when it has ended.
 
     The mount is in a mount namespace of its own where that is allowed: no other process sees it. The command finds
@@ -60,17 +81,34 @@ def command(context: click.Context, /, store: str | None, at: str | None, **chos
     number of the signal that killed it). When something could not be stored, a line says so, the exit code is never
     0, and the next mount of the same layer stores it.
 
+    With --dry-run nothing in the store is changed. The command works in a directory that shows --base, or without that
+    the whole store: {dir} in its words stands for it, and $MOONCLIPFS_DRY_RUN. When it has ended, what it changed is
+    told on stderr, and on a terminal it can be kept by giving it a name; else it is gone. With --commit it is kept when
+    the command succeeds, and the command may seal and save there.
+
     \b
     Examples:
       moonclipfs run /data/store -- sh -c 'python train.py --output_dir "$MOONCLIPFS_MOUNT/run1"'
       moonclipfs run /data/store --at /mnt/ckpt -- torchrun train.py --output_dir /mnt/ckpt/run1
       moonclipfs run --read-only /data/store --at /mnt/ckpt -- python evaluate.py /mnt/ckpt/run1
+      moonclipfs run --dry-run /data/store --base run1/checkpoint-500 -- python edit.py {dir}
+      moonclipfs run --dry-run /data/store --base model --commit --as model-lora -- python fold.py {dir}
+
+    \b
+    JSON of --report: as of `moonclipfs overlay diff --json`
     """
     words: list[str] = context.meta[_COMMAND]
     if not words:
         raise UsageError("run takes a command, after `--`: moonclipfs run STORE -- COMMAND...")
-    options = mount_options(**chosen)
+    options = mount_options(dry_run=dry_run, **chosen)
     path = os.path.abspath(whole_store(store))
+    dry = None
+    if dry_run:
+        spec = base_spec(base, Path(path)) or None
+        dry = DryRunOptions(spec, quota, commit, as_name, None if report is None else os.path.abspath(report))
+        dry.check()
+    elif base or quota or commit or as_name or report:
+        raise UsageError("--base, --quota, --commit, --as and --report are for a --dry-run")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS | {signal.SIGCHLD})
     try:
         with _directory(at) as place:
@@ -78,34 +116,45 @@ def command(context: click.Context, /, store: str | None, at: str | None, **chos
                 mount = AttachedMount(path, place, options, cancelled=_told_to_end)
             except InterruptedError:
                 return 128 + signal.sigwait(SIGNALS)
-            return _run(mount, words, before)
+            return _run(mount, words, before, dry)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(mount: AttachedMount, words: list[str], mask: Collection[int]) -> int:
+def _run(mount: AttachedMount, words: list[str], mask: Collection[int], dry: DryRunOptions | None) -> int:
     """Run the command in a mount, and end the mount; return the exit code of both."""
+    environment, run_dry = mount.environment, None
+    if dry is not None:
+        try:
+            run_dry = DryRunOf(mount, dry)
+        except BaseException:
+            mount.finish()
+            raise
+        words, environment = run_dry.words(words), run_dry.environment
     if mount.isolation is Isolation.NONE:
         _say(f"no namespaces here: the mount at {mount.place} is seen by other processes of this user, too")
     adopt_orphans(True)
     try:
-        child = subprocess.Popen(mount.command_line(words, mask), env=mount.environment)
+        child = subprocess.Popen(mount.command_line(words, mask), env=environment)
         ended = _Watch([child, mount.server])
         ended.wait(child, forward=True)
         _end_leftovers(ended, mount.server)
         died_early = mount.server.poll() is not None
+        code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+        if run_dry is not None and not died_early:
+            code = run_dry.finish(code, mask, _say)
         mount.stop()
         if not ended.wait(mount.server, forward=False):
-            _say("interrupted: what is not stored yet is kept, and stored by the next mount of the same layer")
+            if dry is None:
+                _say("interrupted: what is not stored yet is kept, and stored by the next mount of the same layer")
             mount.server.kill()
         problem = mount.finish()
     finally:
         adopt_orphans(False)
-    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     if died_early:
         _say(f"the mount ended before the command did: {problem or 'it was unmounted'}")
     elif problem:
-        _say(f"{problem}; the next mount of this layer goes on with it")
+        _say(problem if dry is not None else f"{problem}; the next mount of this layer goes on with it")
     return code or (MountError.exit_code if died_early or problem else 0)
 
 

@@ -31,7 +31,7 @@ def command(directory: str, as_json: bool) -> int:
     JSON: store, mountpoint, read_only; of a mount that writes also: layer, staged_files,
           staged_bytes, encoding_files, failed_files (path to message), encoder, captures (sealed,
           not published yet), missing (path to what keeps it from being sealed), conflicts,
-          reclaimable, troubles
+          reclaimable, troubles, dry_run, overlays (as `overlay status --json`)
     """
     about = status(directory)
     if as_json:
@@ -43,6 +43,8 @@ def command(directory: str, as_json: bool) -> int:
 
 def _print(about: Mapping[str, Any]) -> None:
     layer = "read-only" if about["read_only"] else f"layer {about['layer']}"
+    if about.get("dry_run"):
+        layer = "a dry run: nothing that is written is kept"
     click.echo(printable(f"{about['mountpoint']}: {about['store']}, {layer}"))
     if about["read_only"]:
         return
@@ -57,10 +59,16 @@ def _print(about: Mapping[str, Any]) -> None:
     )
     if about["captures"]:
         click.echo(f"sealed and not published yet: {about['captures']}")
+    _list("overlays that are open:", (_overlay(one) for one in about.get("overlays", ())))
     _list("not complete:", (f"{path}: {', '.join(what)}" for path, what in sorted(about["missing"].items())))
     _list("published by others, while this mount has its own files there:", iter(about["conflicts"]))
     _list("could not be stored:", (f"{path}: {why}" for path, why in sorted(about["failed_files"].items())))
     _list("trouble:", iter(about["troubles"]))
+
+
+def _overlay(about: Mapping[str, Any]) -> str:
+    on = f" on {about['base']}" if about["base"] else ""
+    return f"{about['name']}{on}: {human(about['staged_bytes'])} staged"
 
 
 def _list(title: str, lines: Iterator[str]) -> None:
