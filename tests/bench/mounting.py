@@ -52,11 +52,18 @@ class Place:
 def writable(
     work: Path, name: str = "mount", *, flags: bool = True, seal_after: float | None = None
 ) -> Iterator[Place]:
-    """A mount of a new store; `flags` is whether the kernel is asked for what libfuse does not ask for."""
+    """A mount of a new store; see `served`."""
     store, path = work / f"store-{name}", work / f"mnt-{name}"
-    path.mkdir(exist_ok=True)
     if not store.exists():
         Store.create(store).close()
+    with served(store, path, name, flags=flags) as place:
+        yield place
+
+
+@contextmanager
+def served(store: Path, path: Path, name: str = "mount", *, flags: bool = True) -> Iterator[Place]:
+    """A mount of a store; `flags` is whether the kernel is asked for what libfuse does not ask for."""
+    path.mkdir(exist_ok=True)
     before = os.environ.pop("MOONCLIPFS_INIT_FLAGS", None)
     if not flags:
         os.environ["MOONCLIPFS_INIT_FLAGS"] = "0"
