@@ -126,9 +126,12 @@ class LayerFile(io.RawIOBase):
 
 
 def _read_whole(file: OpenFile, offset: int, out: memoryview) -> int:
-    """Fill `out` from `offset` on, by all cores where it is long. Returns the count of bytes. Raises CorruptError."""
+    """Fill `out` from `offset` on, by all cores where it is long and has to be decoded: to copy what is decoded takes
+    less time than to start threads. Returns the count of bytes. Raises CorruptError.
+    """
     step = limits.PREFETCH_STEP_BYTES
-    if len(out) <= step:
+    ends = (offset, offset + len(out) - 1)
+    if len(out) <= step or all(file.cached(at, 1) is not None for at in ends):
         return file.read_into(offset, out)
     with ThreadPoolExecutor(usable_cores(), "read") as pool:
         counts = pool.map(lambda at: file.read_into(offset + at, out[at : at + step]), range(0, len(out), step))
