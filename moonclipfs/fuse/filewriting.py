@@ -196,13 +196,15 @@ class FileOperations(Operations):
         handle.users = 0
         self.reads.closed(handle)
         self.holds.unpin(handle.sequence)
-        handle.file.close()
+        if not handle.served.gone:  # else there is nothing left to close it in
+            handle.file.close()
 
     def close_all(self) -> None:
         """Close what is open when the kernel is gone."""
         for handle in self.open_files.values():
             handle.users = 0
-            handle.file.close()
+            if not handle.served.gone:
+                handle.file.close()
         self.open_files.clear()
 
     # Writing

@@ -25,6 +25,7 @@ from pyfuse3 import XAttrNameT as XattrName
 
 from moonclipfs import limits
 from moonclipfs.errors import (
+    BusyError,
     CorruptError,
     CrossTreeError,
     DirectoryError,
@@ -57,8 +58,8 @@ DOTS = [b".", b".."]
 _BLOCK_SIZE = 1 << 20
 """What programs are told is a good length to read at a time."""
 _ORDINARY = (
-    CrossTreeError, DirectoryError, ExistsError, NameTooLongError, NoDirectoryError, NoSpaceError, NotEmptyError,
-    NotFoundError, NotPermittedError, ReadOnlyError, TooManyLinksError, UsageError,
+    BusyError, CrossTreeError, DirectoryError, ExistsError, NameTooLongError, NoDirectoryError, NoSpaceError,
+    NotEmptyError, NotFoundError, NotPermittedError, ReadOnlyError, TooManyLinksError, UsageError,
 )  # fmt: skip
 """What a program is told by an errno, and nobody else needs to know."""
 

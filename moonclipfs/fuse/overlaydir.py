@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol, cast
 
 from pyfuse3 import FUSEError
 
+from moonclipfs import limits
 from moonclipfs.errors import (
     ExistsError,
     NotEmptyError,
@@ -78,6 +79,11 @@ class ServedNames(Served):
         self.names = names or OverlayNames(overlays, live.layer)
         super().__init__(cast("Layer", self.names), live.encoder, live.make_room, place)
         self._overlays = overlays
+
+    @property
+    def attribute_seconds(self) -> float:
+        """Every path of an overlay leads through this directory."""
+        return limits.NAME_TIMEOUT_SECONDS
 
     @property
     def epoch(self) -> object:

@@ -174,7 +174,8 @@ class MountedOverlays:
         """What the control socket of the mount offers: the kernel is told of what was done before that is answered."""
         offered = verbs(self._overlays)
         create = self._create_verb(offered["overlay_create"])
-        own = {**offered, "overlay_create": create, "overlay_discard": self._discard_verb}
+        rebase = self._rebase_verb(offered["overlay_rebase"])
+        own = {**offered, "overlay_create": create, "overlay_discard": self._discard_verb, "overlay_rebase": rebase}
         return {name: self._telling(verb, needs=self._dry and verb is not create) for name, verb in own.items()}
 
     def _telling(self, verb: Verb, *, needs: bool) -> Verb:
@@ -214,6 +215,18 @@ class MountedOverlays:
     def _discard_verb(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         self.discard(argument(arguments, "name", str), argument(arguments, "force", bool, False))
         return {}
+
+    def _rebase_verb(self, rebase: Verb) -> Verb:
+        def rebased(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+            served = self.by_name.get(os.fsencode(argument(arguments, "name", str)))
+            # What is in use keeps its name in the kernel, and has none in the overlay afterwards.
+            names, _ = ([], []) if served is None else self._on_loop(self._known, [served])
+            try:
+                return rebase(arguments)
+            finally:
+                invalidate(names)
+
+        return rebased
 
     def tell(self) -> None:
         """Make the kernel forget what names of overlays meant before they changed, and what it knows below them."""

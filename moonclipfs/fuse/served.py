@@ -39,6 +39,11 @@ class Served:
         """The layer was discarded, or let go: no request may use it any more."""
 
     @property
+    def attribute_seconds(self) -> float:
+        """How long the kernel may believe what stat said."""
+        return self.name_seconds
+
+    @property
     def epoch(self) -> object:
         """Another one whenever names of the layer mean something else though nobody changed them through the mount."""
         return self.layer.view

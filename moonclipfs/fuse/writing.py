@@ -122,7 +122,7 @@ class LiveOperations(FileOperations):
         if not is_live(inode):
             return await super().getattr(inode, ctx)
         found, served = self.find(inode)
-        return self.attributes_of(found, await self._ask(served.layer.stat, found), served.name_seconds)
+        return self.attributes_of(found, await self._ask(served.layer.stat, found), served.attribute_seconds)
 
     @answers
     async def readlink(self, inode: Number, ctx: RequestContext) -> Name:
@@ -212,6 +212,7 @@ class LiveOperations(FileOperations):
         def mentioned() -> EntryAttributes:
             attributes = self.mention(root, status, overlays)
             attributes.entry_timeout = limits.CONTENT_TIMEOUT_SECONDS
+            attributes.attr_timeout = overlays.attribute_seconds
             return attributes
 
         return mentioned
