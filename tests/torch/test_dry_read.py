@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load
 
+import moonclipfs
 from moonclipfs.layers.layerpath import LayerPath
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlays import Overlays
@@ -189,3 +191,36 @@ def test_experts_of_any_mixture_are_paged_from_a_mount(store: Store, mounter: Mo
             assert torch.equal(parameter, torch.from_numpy(array))
     experts.flush()
     experts.tiers.close()
+
+
+def test_a_mixture_is_trained_by_its_experts_in_an_overlay_of_a_mount(store: Store, mounter: Mounter) -> None:
+    arrays = mixtral(layers=2, experts=3)
+    publish(store, "mix", shards(arrays))
+    before = contents(store, "mix")
+    mounted = mounter(store.path, read_only=False, seal_after=None)
+    with moonclipfs.dry_run(mounted.path, "mix", commit="mix-2") as path:
+        place = mounted.path / "@experts" / path.relative_to(mounted.path)
+        experts = PagedExperts(ExpertTiers(ExpertStore(place), 1), 1)
+        optimizer = torch.optim.AdamW(experts.parameters(), lr=0.1)
+        experts.attach_optimizer(optimizer, in_files=False)
+        for expert_id in ((0, 1), (1, 2)):
+            experts.swap_to([expert_id])
+            optimizer.zero_grad()
+            sum(one.square().sum() for one in experts.slot_of(expert_id).tensors().values()).backward()
+            optimizer.step()
+        learned = {name: one.detach().clone() for name, one in experts.slot_of((1, 2)).tensors().items()}
+        experts.flush()
+        assert experts.tiers.writebacks == 2
+    assert contents(store, "mix") == before
+    found = {}
+    for name, data in contents(store, "mix-2").items():
+        assert len(data) == len(before[name])
+        found.update(load(data))
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, torch.from_numpy(arrays[name]))}
+    assert changed == {
+        f"model.layers.{layer}.block_sparse_moe.experts.{number}.{part}.weight"
+        for layer, number in ((0, 1), (1, 2))
+        for part in ("w1", "w2", "w3")
+    }
+    for name, tensor in learned.items():
+        assert torch.equal(found[f"model.layers.1.block_sparse_moe.experts.2.{name}"], tensor)
