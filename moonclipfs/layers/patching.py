@@ -85,6 +85,8 @@ def _attach(layer: Layer, patches: Mapping[Inode, Sequence[Patch]], new: dict[In
         try:
             for inode, generation in new.items():
                 content = content_of(inode)
+                if quota is not None:  # once more: by now the files before it have theirs
+                    quota.admit(inode, 0, sum(one.length for one in patches[inode]))
                 log.changing(inode)
                 for older in content.generations():
                     older.frozen = True  # the next write goes on in the new one
