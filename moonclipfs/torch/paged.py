@@ -39,8 +39,10 @@ class Slot(nn.Module):
         """The tensor of an expert's file to the attribute of this module, where a name can have no dot."""
         for name, (dtype, shape) in shapes.items():
             attribute = name.replace(".", "_")
-            if attribute in self._parameters:
-                raise UsageError(f'two tensors of an expert would both be the parameter "{attribute}"')
+            if hasattr(self, attribute):
+                raise UsageError(
+                    f'the tensor "{name}" of an expert cannot be the parameter "{attribute}": that is taken'
+                )
             trains = dtype.is_floating_point or dtype.is_complex
             self.names[name] = attribute
             self.register_parameter(
@@ -83,16 +85,19 @@ class PagedExperts(nn.Module):
         names: Sequence[str] | None = None,
         moments_dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises UsageError where there is no expert yet, or no slot."""
+        """Raises UsageError where there is no expert yet, or no slot; NotFoundError for a name that is not there."""
         super().__init__()
         first = next(iter(tiers.store.ids()), None)
         if first is None or slots < 1:
             raise UsageError(f"{tiers.store.root} holds no expert yet" if slots > 0 else "at least one slot is needed")
         found = tiers.store.stat(first).tensors
-        shapes = {name: found[name] for name in (weights(found.keys()) if names is None else names)}
+        wanted = weights(found.keys()) if names is None else names
+        absent = [name for name in wanted if name not in found]
+        if absent:
+            raise NotFoundError(f"expert {first} has no tensor {', '.join(absent)}; it has {', '.join(found)}")
         self.tiers = tiers
         self.moments_dtype = moments_dtype
-        self._shapes = {name: (TORCH_DTYPES[dtype], shape) for name, (dtype, shape) in shapes.items()}
+        self._shapes = {name: (TORCH_DTYPES[found[name][0]], found[name][1]) for name in wanted}
         self.slots = nn.ModuleList(Slot(self._shapes, tiers.transfer.device) for _ in range(slots))
         self.resident: list[ExpertId | None] = [None] * slots
         """The expert in each slot."""

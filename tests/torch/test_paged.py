@@ -394,5 +394,10 @@ def test_slots_need_an_expert_to_know_their_shapes(tmp_path: Path) -> None:
     module.flush()
     dotted.write(1, {"a.b": torch.ones(1), "a_b": torch.ones(1)})
     dotted.delete(0)
-    with pytest.raises(UsageError, match='both be the parameter "a_b"'):
+    with pytest.raises(UsageError, match='the tensor "a_b" of an expert cannot be the parameter "a_b": that is taken'):
         paged(dotted)
+    dotted.write(1, {"forward": torch.ones(1)})
+    with pytest.raises(UsageError, match='the parameter "forward": that is taken'):
+        paged(dotted)
+    with pytest.raises(NotFoundError, match="expert 1 has no tensor w; it has forward"):
+        paged(dotted, names=["w"])
