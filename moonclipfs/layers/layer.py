@@ -127,9 +127,11 @@ class Layer(Changes):
         """Let go of the layer, as it is: the next one who opens it goes on from here. Harmless when done before."""
         if not self._closed:
             self._closed = True
-            self.journal.close()
-            self.store.layers -= not self.fixed and self.names_log is self.store.log
-            self._lock_file.release()
+            try:
+                self.journal.close()
+            finally:
+                self.store.layers -= not self.fixed and self.names_log is self.store.log
+                self._lock_file.release()
 
     # Contents of files, see `files.py`, `contentlog.py` and `jobs.py`
 
