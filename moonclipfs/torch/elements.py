@@ -49,3 +49,10 @@ def empty(dtype: DType, shape: tuple[int, ...], *, pinned: bool = False) -> torc
     """Return a tensor in RAM whose elements are yet to be read; `pinned` memory is fast to copy to a GPU."""
     with torch.inference_mode(False):  # one made in inference mode could not be used by a model that trains
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype], pin_memory=pinned)
+
+
+def in_ram(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in RAM, without its history, that can be trained with: in the same memory where possible."""
+    with torch.inference_mode(False):
+        plain = tensor.detach().cpu()
+        return plain.clone() if plain.is_inference() else plain

@@ -64,13 +64,14 @@ class OptimizerState:
                 return
             if "max_exp_avg_sq" in self._names:
                 moments.setdefault("max_exp_avg_sq", moments["exp_avg_sq"])
-        made = {
-            name: tensor.to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
-            for name, tensor in moments.items()
-        }
-        if "step" in self._names:
-            steps = found.get("step", torch.tensor(_STEPS_OF_AN_OLD_EXPERT))
-            made["step"] = steps.float().to(self._step_device(parameter), copy=True).reshape(())
+        with torch.inference_mode(False):  # what is made in inference mode, no optimizer could change
+            made = {
+                name: tensor.to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
+                for name, tensor in moments.items()
+            }
+            if "step" in self._names:
+                steps = found.get("step", torch.tensor(_STEPS_OF_AN_OLD_EXPERT))
+                made["step"] = steps.float().to(self._step_device(parameter), copy=True).reshape(())
         if made:
             self.optimizer.state[parameter] = made
 

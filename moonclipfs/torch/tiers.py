@@ -17,6 +17,7 @@ import torch
 
 from moonclipfs import limits
 from moonclipfs.errors import ReadOnlyError, UsageError
+from moonclipfs.torch.elements import in_ram
 from moonclipfs.torch.experts import ExpertId, ExpertStore
 from moonclipfs.torch.transfer import Transfer
 
@@ -110,7 +111,7 @@ class ExpertTiers:
         Tensors in RAM are taken over, not copied. Raises UsageError for an expert that was deleted, ReadOnlyError when
         the store cannot be written and its file holds something else.
         """
-        held = _Held.of({name: tensor.detach().cpu() for name, tensor in tensors.items()}, put=True)
+        held = _Held.of({name: in_ram(tensor) for name, tensor in tensors.items()}, put=True)
         with self._stalled():
             if self.store.read_only:
                 self._require_same(expert, held)
@@ -124,7 +125,7 @@ class ExpertTiers:
             expert = self.store.create(tensors, layer)
             with self._changed:
                 self.bytes_written += _bytes_of(tensors)
-            self._admit(expert, _Held.of({name: one.detach().cpu() for name, one in tensors.items()}, put=False))
+            self._admit(expert, _Held.of({name: in_ram(tensor) for name, tensor in tensors.items()}, put=False))
         return expert
 
     def delete(self, expert: ExpertId) -> None:

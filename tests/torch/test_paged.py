@@ -136,6 +136,26 @@ def test_a_swap_between_forward_and_backward_is_an_error(tmp_path: Path) -> None
         loss.backward()
 
 
+def test_swaps_in_inference_mode_leave_experts_that_can_be_trained(tmp_path: Path) -> None:
+    store = ExpertStore(tmp_path)
+    for number in range(3):
+        store.write(number, with_moments(number))
+    module = paged(store, slots=1)
+    optimizer = OPTIMIZERS["adamw"](list(module.parameters()))
+    module.attach_optimizer(optimizer)
+    module.swap_to([0])
+    step(optimizer, module.slot_of(0).tensors(), 0)
+    with torch.inference_mode():
+        module.swap_to([1])
+        module.swap_to([2])
+        module.tiers.put(0, {name: tensor * 2 for name, tensor in with_moments(0).items()})
+    step(optimizer, module.slot_of(2).tensors(), 1)
+    module.swap_to([0])
+    assert torch.equal(module.slot_of(0)["w1"], with_moments(0)["w1"] * 2)
+    step(optimizer, module.slot_of(0).tensors(), 2)
+    module.flush()
+
+
 def test_what_is_wanted_stays_and_the_least_recently_wanted_goes(tmp_path: Path) -> None:
     module = paged(filled(tmp_path), slots=3)
     assert module.swap_to([0, 1, 2]) == [0, 1, 2]
