@@ -63,19 +63,26 @@ class CastRules:
             raise UsageError(f"save_dtype is {rules!r}: give a dtype, or a dict of glob patterns and dtypes")
         self._rules = [(pattern, _target(pattern, word)) for pattern, word in rules.items()]
 
-    def dtype_for(self, name: str, source: torch.dtype) -> torch.dtype:
-        """The dtype that a tensor is saved in; its own where no rule makes it narrower."""
+    def dtype_for(self, name: str, source: torch.dtype, part: str = "") -> torch.dtype:
+        """The dtype that a tensor of a part is saved in; its own where no rule makes it narrower.
+
+        A pattern is for NAME or for PART/NAME: `optimizer/*` are all of the optimizer's.
+        """
         if source not in _SOURCES:
             return source
         for pattern, target in self._rules:
-            if fnmatchcase(name, pattern):
+            if _matches(pattern, part, name):
                 return target if target is not None and target.itemsize <= source.itemsize else source
         return source
 
-    def without_match(self, names: Iterable[str]) -> list[str]:
-        """The patterns that match none of the names."""
+    def without_match(self, names: Iterable[tuple[str, str]]) -> list[str]:
+        """The patterns that match none of the tensors, each given as part and name."""
         known = list(names)
-        return [pattern for pattern, _ in self._rules if not any(fnmatchcase(name, pattern) for name in known)]
+        return [pattern for pattern, _ in self._rules if not any(_matches(pattern, *one) for one in known)]
+
+
+def _matches(pattern: str, part: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(f"{part}/{name}", pattern)
 
 
 def _target(pattern: object, word: object) -> torch.dtype | None:

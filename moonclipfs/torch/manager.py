@@ -231,11 +231,12 @@ class CheckpointManager:
 
     def _tell_unmatched(self, taken: Mapping[str, parts.Part]) -> None:
         """Warn, once, of patterns of `save_dtype` that name nothing."""
-        names = [name for part in saving.CAST_PARTS if part in taken for name in taken[part].tensors]
+        names = [(part, name) for part in saving.CAST_PARTS if part in taken for name in taken[part].tensors]
         for pattern in self._cast.without_match(names) if names else ():
             if pattern not in self._told:
                 self._told.add(pattern)
-                log.warning("save_dtype: the pattern %r matches no tensor; they are called like %s", pattern, names[0])
+                example = names[0][1]
+                log.warning("save_dtype: the pattern %r matches no tensor; they are called like %s", pattern, example)
 
     # Loading
 

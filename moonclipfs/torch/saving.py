@@ -124,7 +124,7 @@ def _casts(part: str, staged: Mapping[str, Staged], rules: CastRules) -> dict[st
     """How tensors of a part are cast, by name; nothing is said of those that stay as they are."""
     found = {}
     for name, one in staged.items() if part in CAST_PARTS else ():
-        dtype = rules.dtype_for(name, one.dtype)
+        dtype = rules.dtype_for(name, one.dtype, part)
         if dtype is not one.dtype and one.shape:
             how = plan(one.bytes.view(one.dtype), dtype, name)
             if how is not None:

@@ -163,3 +163,11 @@ def test_ties_go_to_even() -> None:
     source = torch.tensor([struct.unpack("<f", struct.pack("<I", word))[0] for word, _ in pairs])
     got = cast(source, Cast(torch.float32, torch.bfloat16)).view(torch.int16).tolist()
     assert got == [word for _, word in pairs]
+
+
+def test_patterns_may_name_the_part() -> None:
+    rules = CastRules({"model/*": "keep", "optimizer/*.exp_avg": "bf16", "typo/*": "fp16"})
+    assert rules.dtype_for("w", torch.float32, "model") is torch.float32
+    assert rules.dtype_for("w.exp_avg", torch.float32, "optimizer") is torch.bfloat16
+    assert rules.dtype_for("w.exp_avg_sq", torch.float32, "optimizer") is torch.float32
+    assert rules.without_match([("model", "w"), ("optimizer", "w.exp_avg")]) == ["typo/*"]
