@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
@@ -22,6 +23,8 @@ from moonclipfs.torch.experts import ExpertId, ExpertStore
 from moonclipfs.torch.transfer import Transfer
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +45,7 @@ class _Held:
 
     @property
     def nbytes(self) -> int:
-        return _bytes_of(self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class ExpertTiers:
@@ -106,7 +109,7 @@ class ExpertTiers:
             return self._load(expert, is_hit_when_read=True)
 
     def put(self, expert: ExpertId, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take these as the tensors of an expert, to be written when it leaves RAM or is flushed.
+        """Take these as the tensors of an expert, to be written when it leaves RAM or is flushed; a new one at once.
 
         Tensors in RAM are taken over, not copied. Raises UsageError for an expert that was deleted, ReadOnlyError when
         the store cannot be written and its file holds something else.
@@ -116,16 +119,16 @@ class ExpertTiers:
             if self.store.read_only:
                 self._require_same(expert, held)
                 held.put = False
-            self.store.check_unused(expert)
+            elif not self.store.exists(expert):
+                self._write_new(held, partial(self.store.write, expert))  # from now on its number is taken
             self._admit(expert, held)
 
     def create(self, tensors: Mapping[str, torch.Tensor], layer: int | None = None) -> ExpertId:
         """Write a new expert to its file, hold it in RAM, and return its number."""
+        held = _Held.of({name: in_ram(tensor) for name, tensor in tensors.items()}, put=True)
         with self._stalled():
-            expert = self.store.create(tensors, layer)
-            with self._changed:
-                self.bytes_written += _bytes_of(tensors)
-            self._admit(expert, _Held.of({name: in_ram(tensor) for name, tensor in tensors.items()}, put=False))
+            expert = self._write_new(held, partial(self.store.create, layer=layer))
+            self._admit(expert, held)
         return expert
 
     def delete(self, expert: ExpertId) -> None:
@@ -170,7 +173,7 @@ class ExpertTiers:
         return begun
 
     def report(self) -> dict[str, int | float]:
-        """Return the counters, what RAM holds, and the share of fetches that it served."""
+        """Return the counters, and what RAM holds."""
         with self._changed:
             return {
                 "held": len(self._held), "held_bytes": self._held_bytes, "reads": self.reads, "hits": self.hits,
@@ -191,6 +194,13 @@ class ExpertTiers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _write_new(self, held: _Held, write: Callable[[Mapping[str, torch.Tensor]], _T]) -> _T:
+        result = write(held.tensors)
+        held.put = False
+        with self._changed:
+            self.bytes_written += held.nbytes
+        return result
 
     def _load(self, expert: ExpertId, *, is_hit_when_read: bool) -> dict[str, torch.Tensor]:
         """Return an expert from RAM, where it is read into first unless another thread does that already."""
@@ -239,13 +249,12 @@ class ExpertTiers:
                 if not is_read and expert in self._reading:
                     self._changed.wait()  # else what is read now, which is older, would replace this
                     continue
-                others = [one for one in self._held if one != expert]
-                if not others or self._fits(expert, held):
+                if self._fits(expert, held):
                     self._remove(expert)
                     self._held[expert] = held
                     self._held_bytes += held.nbytes
                     return
-                oldest = next((one for one in others if one not in self._writing), None)
+                oldest = next((one for one in self._held if one != expert and one not in self._writing), None)
                 if oldest is None:
                     self._changed.wait()
                     continue
@@ -261,7 +270,7 @@ class ExpertTiers:
         before = self._held.get(expert)
         count = len(self._held) + (before is None)
         size = self._held_bytes + held.nbytes - (0 if before is None else before.nbytes)
-        return count <= self.ram_capacity and (self.ram_bytes is None or size <= self.ram_bytes)
+        return count == 1 or (count <= self.ram_capacity and (self.ram_bytes is None or size <= self.ram_bytes))
 
     def _write_back(self, expert: ExpertId, held: _Held) -> None:
         """Write an expert that this thread has marked as being written, unless its file holds the same."""
@@ -297,7 +306,3 @@ class ExpertTiers:
         finally:
             with self._changed:
                 self.stall_s += time.monotonic() - started
-
-
-def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())

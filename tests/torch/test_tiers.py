@@ -248,6 +248,12 @@ class Tiers(RuleBasedStateMachine):
         assert number == self.highest + 1
         self.model[number], self.highest = seed, number
 
+    @rule(gap=st.integers(1, 3), seed=st.integers(0, 3))
+    def put_a_new_one(self, gap: int, seed: int) -> None:
+        self.highest += gap
+        self.tiers.put(self.highest, with_moments(seed))
+        self.model[self.highest] = seed
+
     @precondition(lambda self: self.model)
     @rule(data=st.data(), seed=st.integers(0, 3))
     def put(self, data: st.DataObject, seed: int) -> None:
