@@ -70,13 +70,16 @@ class Saved:
 
     def tree(self, part: str) -> Any:
         """The structure of a part. Raises NotFoundError."""
-        if part not in self.parts:
-            raise NotFoundError(f"{self.id} has no {part}; it has {', '.join(self.parts) or 'nothing'}")
-        return self.parts[part]["tree"]
+        return self._part(part)["tree"]
 
     def namer(self, part: str) -> Namer:
-        """How the tensors of a part are named."""
-        return namer_of(self.parts[part]["parameters"])
+        """How the tensors of a part are named. Raises NotFoundError."""
+        return namer_of(self._part(part)["parameters"])
+
+    def _part(self, part: str) -> Any:
+        if part not in self.parts:
+            raise NotFoundError(f"{self.id} has no {part}; it has {', '.join(self.parts) or 'nothing'}")
+        return self.parts[part]
 
     def tensors(self, part: str) -> Mapping[str, SavedTensor]:
         """The tensors of a part by name; reads the headers of its files."""
