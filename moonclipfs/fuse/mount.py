@@ -26,6 +26,7 @@ from moonclipfs.fuse.killed import abort, killed_server
 from moonclipfs.fuse.mounts import Mount, find_mounts, mount_at, real_place
 from moonclipfs.fuse.prepare import MountOptions, detach, prepare
 from moonclipfs.store.layerdirs import DIRECTORY, layer_holder, layer_names
+from moonclipfs.store.overlaydirs import is_overlay_layer
 
 __all__ = ["Mount", "MountOptions", "find_mounts", "mount", "unmount"]
 
@@ -112,12 +113,14 @@ def _connected(place: str) -> socket.socket | None:
 
 
 def _layer_of(mount: Mount) -> tuple[Path, Mapping[str, object]] | tuple[None, None]:
-    """The directory of the layer that a mount writes to, and what its server says of itself there, as far as that can
-    be told without asking the server.
+    """The directory of the live layer of a mount, and what its server says of itself there, as far as that can be told
+    without asking the server.
     """
     found = []
     try:
         for name in layer_names(Path(mount.store)):
+            if is_overlay_layer(name):
+                continue
             layer = Path(mount.store, DIRECTORY, name)
             holder = layer_holder(layer)
             if holder is not None and holder.get("mountpoint") == mount.mountpoint:

@@ -17,6 +17,7 @@ from pyfuse3 import FUSEError
 
 from moonclipfs import limits
 from moonclipfs.errors import (
+    CorruptError,
     ExistsError,
     NotEmptyError,
     NotFoundError,
@@ -25,7 +26,7 @@ from moonclipfs.errors import (
 )
 from moonclipfs.fuse.operations import DOTS
 from moonclipfs.fuse.served import LIVE_BIT, Served
-from moonclipfs.layers.inodes import Inode, root_number
+from moonclipfs.layers.inodes import Inode, inode_number, root_number
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.live import Live
 from moonclipfs.layers.lookup import Status
@@ -164,7 +165,11 @@ class OverlayNames:
         try:
             number = self._number_of(layer_id(root, find_overlay(root, os.fsdecode(name)).layer))
         except (NotFoundError, UsageError):
-            return None
+            if os.fsdecode(name) not in self._overlays.names():
+                return None
+            number = inode_number(name, OVERLAYS_NAME)
+        except CorruptError:
+            number = inode_number(name, OVERLAYS_NAME)  # whoever goes there is told
         inode = Inode(number, EntryType.DIRECTORY, _MODE, self.root.uid, self.root.gid, self.root.mtime_ns)
         return inode, _status(inode, 2, inode.mtime_ns)
 

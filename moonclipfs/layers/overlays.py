@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from moonclipfs import limits
-from moonclipfs.errors import LimitError, MoonclipError, NotFoundError, UsageError
+from moonclipfs.errors import CorruptError, LimitError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.layers.base import Caches
 from moonclipfs.layers.basing import BaseOf, held, of_directory, of_version
 from moonclipfs.layers.live import Live
@@ -24,6 +24,7 @@ from moonclipfs.store.overlaydirs import (
     OverlayInfo,
     overlay_infos,
     overlay_names,
+    remove_damaged,
     sweep,
 )
 from moonclipfs.store.store import Store
@@ -67,9 +68,13 @@ class Overlays:
 
     def sweep(self) -> list[str]:
         """Clear away what was half made or discarded, and ephemeral overlays whose process is gone; returns the names
-        of these.
+        of these. While one is damaged, it is not known what may go.
         """
-        return sweep(self.store.backend) if self.store.write else []
+        try:
+            return sweep(self.store.backend) if self.store.write else []
+        except CorruptError as error:
+            log.warning("nothing of overlays is cleared away: %s", error)
+            return []
 
     def close(self) -> list[str]:
         """Let go of all, as they are, and end; ephemeral ones made here are discarded. Returns what went wrong."""
@@ -143,11 +148,16 @@ class Overlays:
         return overlay
 
     def discard(self, name: str) -> None:
-        """Throw an overlay away. Raises NotFoundError, BusyError."""
+        """Throw an overlay away, a damaged one too. Raises NotFoundError, BusyError."""
         with self._lock:
-            overlay = self.get(name)
-            overlay.discard()
-            del self._open[name]
+            try:
+                overlay = self.get(name)
+            except CorruptError as error:
+                log.warning("overlay %s is discarded as it is: %s", name, error)
+                remove_damaged(self.store.backend, name)
+            else:
+                overlay.discard()
+                del self._open[name]
         self.on_change(name)
 
     def rename(self, old: str, new: str) -> None:

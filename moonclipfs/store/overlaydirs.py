@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -228,16 +228,28 @@ def remove_overlay(backend: LocalBackend, name: str) -> None:
     _clear(gone)
 
 
+def remove_damaged(backend: LocalBackend, name: str) -> None:
+    """The same for an overlay that cannot be opened. Raises BusyError when a process has it all the same."""
+    with ExitStack() as stack:
+        with suppress(CorruptError, NotFoundError):  # then nobody can have it
+            layer = find_overlay(backend.root, name).layer
+            lock = LayerLock.acquire(backend.root / LAYERS / layer, {"pid": os.getpid()})
+            stack.callback(lock.release)
+        remove_overlay(backend, name)
+
+
 def _remove(backend: LocalBackend, name: str) -> Path | None:
-    """Inside `naming`."""
+    """Inside `naming`. What a damaged name led to is an orphan from then on."""
     try:
-        info = _read(backend.root, name)
+        layer = _read(backend.root, name).layer
     except NotFoundError:
         return None
+    except CorruptError:
+        layer = None
     with os_errors(f"discard the overlay {name}"):
         backend.ops.unlink(backend.path(f"{DIRECTORY}/{name}"))
         backend.sync_directory(backend.path(DIRECTORY))
-    return _set_aside(backend, info.layer)
+    return None if layer is None else _set_aside(backend, layer)
 
 
 def _set_aside(backend: LocalBackend, layer: str) -> Path | None:

@@ -102,6 +102,8 @@ class Program:
 
     def seal(self, path: str, *, wait: bool) -> None:
         """Seal by hand a directory that holds what it should."""
+        if not os.path.ismount(self.mountpoint):
+            return  # an overlay
         names = os.listdir(self.root / path)
         ask(str(self.mountpoint), "seal", None, path=f"{self.role}/{path}", wait=wait)
         self.tell(path, "sealed", names)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,19 +30,23 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
 CHECKOUT = Path(__file__).parents[2]
 
 
+WRITERS = tuple(role for role in ROLES if role not in ("checkpoints", "flushing"))
+"""Those that ask nothing of the server but system calls."""
+
+
 @contextmanager
-def programs(mounted: Mounted, logs: Path, seed: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """All programs of `load.py` at work; at the end they have found the server gone."""
+def programs(roles: Sequence[str], place: Path, logs: Path, seed: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Programs of `load.py` at work; at the end they have found the server gone."""
     arguments = [sys.executable, "-m", "tests.durability.load"]
     running = [
         subprocess.Popen(
-            [*arguments, role, str(mounted.path), str(logs / role), str(seed)], cwd=CHECKOUT, stderr=subprocess.PIPE
+            [*arguments, role, str(place), str(logs / role), str(seed)], cwd=CHECKOUT, stderr=subprocess.PIPE
         )
-        for role in ROLES
+        for role in roles
     ]
     try:
         yield running
-        for role, program in zip(ROLES, running, strict=True):
+        for role, program in zip(roles, running, strict=True):
             _, errors = program.communicate(timeout=30)
             # Who touches a map without a server gets SIGBUS.
             assert program.returncode in (0, -signal.SIGBUS), f"{role}: {errors.decode()}"
@@ -55,7 +59,12 @@ def programs(mounted: Mounted, logs: Path, seed: int) -> Iterator[list[subproces
 class Loop:
     """A store that is mounted, written to and looked at, over and over."""
 
-    def __init__(self, store: Store, mounter: Mounter, tmp_path: Path, seed: int) -> None:
+    def __init__(
+        self, store: Store, mounter: Mounter, tmp_path: Path, seed: int, roles: Sequence[str] = ROLES, below: str = ""
+    ) -> None:
+        """`below` is where the programs write, in the mount."""
+        self.roles = roles
+        self.below = below
         self.store = store
         self.mounter = mounter
         self.logs = tmp_path / "logs"
@@ -70,8 +79,9 @@ class Loop:
     def round(self, mounted: Mounted, seconds: float) -> None:
         """Write until the server is killed."""
         self.seed += 1_000_000
-        with programs(mounted, self.logs, self.seed) as running:
-            eventually(lambda: sum(log.stat().st_size > 0 for log in self.logs.iterdir()) == len(ROLES) - 1, 60)
+        telling = len(set(self.roles) - {"flushing"})
+        with programs(self.roles, mounted.path / self.below, self.logs, self.seed) as running:
+            eventually(lambda: sum(log.stat().st_size > 0 for log in self.logs.iterdir()) == telling, 60)
             time.sleep(seconds)
             assert [one.poll() for one in running] == [None] * len(running), "a program ended before the kill"
             os.kill(mounted.pid, signal.SIGKILL)
@@ -87,7 +97,7 @@ class Loop:
 
     def look(self, mounted: Mounted, *, thorough: bool) -> None:
         """Everything that was promised is there, and what is left over is cleared away."""
-        assert self.promises.broken(mounted.path) == []
+        assert self.promises.broken(mounted.path / self.below) == []
         if not thorough:
             return
         ask(str(mounted.path), "flush", None)
@@ -127,4 +137,25 @@ def test_every_promise_survives_kills_under_load(
         mounted = loop.mount()
         loop.look(mounted, thorough=number % 5 == 4)
     loop.end(mounted)
+    assert loop.promises.told > 100 * kills
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(1, 4), pytest.param(50, 5, marks=SLOW)])
+def test_every_promise_survives_kills_in_an_overlay(
+    store: Store, mounter: Mounter, tmp_path: Path, expect_log: Callable[[str], None], kills: int, seed: int
+) -> None:
+    expect_log("cleared a dead mount")
+    loop = Loop(store, mounter, tmp_path, seed, WRITERS, "@overlays/work")
+    mounted = loop.mount()
+    (mounted.path / loop.below).mkdir()
+    for number in range(kills):
+        loop.round(mounted, loop.rng.uniform(0.5, 1.5 if kills < 10 else 4.0))
+        mounted = loop.mount()
+        loop.look(mounted, thorough=False)
+        if number % 2 == 0:
+            ask(str(mounted.path), "overlay_flush", None, name="work")
+            assert verify(store).problems == []
+            loop.look(mounted, thorough=False)
+    unmount(mounted.path)
+    loop.look(loop.mount(), thorough=False)
     assert loop.promises.told > 100 * kills

@@ -22,7 +22,7 @@ from moonclipfs.errors import BusyError, ExistsError, MoonclipError, NotFoundErr
 from moonclipfs.fuse.control import ask
 from moonclipfs.fuse.mount import unmount
 from moonclipfs.layers.overlay import Overlay
-from moonclipfs.store.overlaydirs import overlay_names
+from moonclipfs.store.overlaydirs import find_overlay, overlay_names
 from moonclipfs.store.store import Store
 from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, Overlaid, drop_names, eventually, is_running
 from tests.layers.publish import File, publish
@@ -275,6 +275,30 @@ def test_what_the_kernel_forgets_of_overlays_the_server_forgets(overlay: Overlai
     eventually(lambda: overlay.stats()["known"] < known - 250)
     assert len(os.listdir(many)) == 300
     assert (many / "7").stat().st_size == 0
+
+
+def test_a_damaged_overlay_is_eio_and_can_be_discarded(live: Mounted, store: Store, mounter: Mounter) -> None:
+    """A damaged overlay is listed, and EIO for who goes there; it can be discarded, and is in the way of no other."""
+    directory = live.path / "@overlays"
+    for name in ("good", "name", "journal", "gone"):
+        (directory / name).mkdir()
+        (directory / name / "f").write_bytes(b"x")
+    unmount(live.path)
+    layers = {name: store.path / "layers" / find_overlay(store.path, name).layer for name in overlay_names(store.path)}
+    (store.path / "overlays/name").write_bytes(b"garbage")
+    for segment in (layers["journal"] / "journal").iterdir():
+        segment.write_bytes(b"garbage" * 100)
+    shutil.rmtree(layers["gone"])
+    again = mounter(store.path, read_only=False)
+    assert os.listdir(directory) == ["gone", "good", "journal", "name"]
+    assert (directory / "good/f").read_bytes() == b"x"
+    for name in ("name", "journal", "gone"):
+        assert errno_of(os.listdir, directory / name) == errno.EIO
+        discard(again, name)
+    (directory / "name").mkdir()
+    again = restarted(again, mounter)
+    assert os.listdir(directory) == ["good", "name"]
+    assert len([name for name in os.listdir(store.path / "layers") if name.startswith("overlay.")]) == 2
 
 
 # The base
