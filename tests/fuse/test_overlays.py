@@ -88,7 +88,7 @@ def restarted(mounted: Mounted, mounter: Mounter) -> Mounted:
 
 
 def test_mkdir_makes_an_empty_overlay_and_rmdir_discards_it(overlays: Mounted) -> None:
-    """mkdir in @overlays makes an empty overlay, rmdir discards one that shows nothing, rename calls it otherwise."""
+    """mkdir in @overlays makes an empty overlay, rmdir discards one that shows nothing, mv gives it another name."""
     directory = overlays.path / "@overlays"
     os.mkdir(directory / "one", 0o750)
     assert "one" in os.listdir(directory)
@@ -162,9 +162,7 @@ def discard_beside(overlay: Overlaid, other: Path) -> None:
 
 
 def test_overlays_of_other_processes_come_and_go_at_once(live: Mounted, store: Store) -> None:
-    """An overlay that another process has is EBUSY, and listed; it is there when that lets it go, and gone when that
-    discards it.
-    """
+    """An overlay that another process has is listed and EBUSY, until that lets it go."""
     directory = live.path / "@overlays"
     assert not (directory / "theirs").exists()
     theirs = Overlay.create(store, "theirs", _nothing())
@@ -200,7 +198,7 @@ def test_a_read_only_mount_has_no_overlays(store: Store, mounter: Mounter) -> No
 
 
 def test_the_kernel_is_told_what_commands_do_with_overlays(overlays: Mounted) -> None:
-    """What is created, renamed and discarded by a command is so at once for whoever looks, also what was remembered."""
+    """What commands do with overlays shows at once, also where the kernel remembered something else."""
     directory = overlays.path / "@overlays"
     assert not (directory / "new").exists()
     create(overlays, "new", "base")
@@ -229,8 +227,9 @@ def test_what_lies_in_an_overlay_is_remembered_by_the_kernel(overlay: Overlaid) 
 
 
 def test_a_rebase_shows_at_once(live: Mounted, store: Store) -> None:
-    """After a rebase every name shows the new base or what the overlay changed; a directory in it that is in use now
-    is as one that was removed, an open file has its bytes.
+    """After a rebase every name shows the new base or what the overlay changed, at once.
+
+    A directory in it that is in use meanwhile is as one that was removed then, an open file has its bytes.
     """
     publish(store, "ck", {"same": b"1", "theirs": b"old", "gone": b"1", "both": b"0", "d": {"x": b"1"}})
     path = create(live, "exp", "ck@1")
@@ -405,8 +404,10 @@ def test_r105_what_was_removed_stays_so_over_renames_and_remounts(
 
 
 def test_markers_of_what_was_removed(live: Mounted, store: Store, mounter: Mounter) -> None:
-    """A rename over what was removed keeps the lower entry hidden, one of what exists here only leaves no marker, and a
-    directory removed and made again is empty; deletes persist after a remount.
+    """What was removed from a base stays away, over renames, remounts and directories of the same name.
+
+    A rename over what was removed keeps the lower entry hidden, one of what exists here only leaves no marker, and a
+    directory removed and made again is empty.
     """
     publish(store, "ck", {"lower": b"lower", "d": {"x": b"1"}, "moved": {"y": b"2"}, "gone": b"g"})
     path = create(live, "exp", "ck")
@@ -684,9 +685,7 @@ def test_commands_tell_what_is_wrong(overlays: Mounted) -> None:
 
 
 def test_a_commit_leaves_the_overlay_usable(live: Mounted) -> None:
-    """A commit makes a snapshot of what the overlay shows, which the mount shows; the overlay goes on, with its numbers
-    and open files.
-    """
+    """A commit makes a snapshot, which the mount shows, and disturbs no number and no open file of the overlay."""
     path = create(live, "exp", "run1/a")
     (path / "config.json").write_bytes(b"trained")
     os.remove(path / "empty")
