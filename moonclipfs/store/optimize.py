@@ -251,7 +251,8 @@ def _deep(table: PackTable, choice: Choice, ids: Iterable[ObjectId]) -> tuple[li
         sums += starts[roots]
         depths += bases[roots] >= 0
         roots = behind[roots]
-    wanted = table.flags(ids) & choice.resolved
+    # What hangs on an object of a base store cannot be brought nearer to it here.
+    wanted = table.flags(ids) & choice.resolved & (table.depths_elsewhere(choice.rows)[roots] == 0)
     numbers: Rows = np.flatnonzero(wanted & (depths > LINKS))
     rows = choice.rows[numbers]
     order = np.lexsort((table.entries["offset"][rows], table.pack[rows]))

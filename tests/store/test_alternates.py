@@ -22,6 +22,7 @@ from moonclipfs.store.check import verify
 from moonclipfs.store.config import Alternate, create_store, encode_config, load_config
 from moonclipfs.store.export import export
 from moonclipfs.store.gc import collect
+from moonclipfs.store.optimize import optimize
 from moonclipfs.store.store import Store
 from moonclipfs.store.usage import du, stats
 from moonclipfs.types import NO_ID, BytesSource
@@ -141,6 +142,24 @@ def test_chains_over_both_stores_keep_to_their_depth(tmp_path: Path) -> None:
         for number in (0, 4, 8):
             assert contents(private, f"mine/{number}") == {"m.safetensors": steps[4 + number]}
         assert verify(private).problems == []
+
+
+def test_a_private_store_is_optimized_as_far_as_it_goes_without_the_base_store(tmp_path: Path) -> None:
+    steps = series(12)
+    with Store.create(tmp_path / "base") as store:
+        publish(store, "run", {"m.safetensors": steps[0]})
+    before = digests(tmp_path / "base")
+    with make_private_store(tmp_path / "state", tmp_path / "base") as private:
+        for step in steps[1:]:
+            publish(private, "mine", {"m.safetensors": step, "n": noise(1)})
+        report = optimize(private)
+        assert not report.problems
+        for number, step in enumerate(steps[1:], 1):
+            assert contents(private, f"mine@{number}")["m.safetensors"] == step
+        for location in private.index.iterate():
+            assert len(private.objects.chain(location.object_id)) - 1 == location.depth <= limits.CHAIN_DEPTH
+        assert verify(private).problems == []
+    assert digests(tmp_path / "base") == before
 
 
 # The base store changes
