@@ -23,6 +23,7 @@ from moonclipfs.store.config import Alternate, create_store, encode_config, load
 from moonclipfs.store.export import export
 from moonclipfs.store.gc import collect
 from moonclipfs.store.optimize import optimize
+from moonclipfs.store.packs import Location
 from moonclipfs.store.store import Store
 from moonclipfs.store.usage import du, stats
 from moonclipfs.types import NO_ID, BytesSource
@@ -124,24 +125,32 @@ def test_gc_verify_and_stats_of_a_private_store_leave_the_base_store_alone(tmp_p
     assert digests(base) == before
 
 
-def test_chains_over_both_stores_keep_to_their_depth(tmp_path: Path) -> None:
-    steps = series(16)
+@pytest.mark.parametrize(("there", "kept"), [(2, (0, 4, 8)), (3, (1, 2, 5)), (4, (2, 5, 6, 9))])
+def test_chains_over_both_stores_keep_to_their_depth(tmp_path: Path, there: int, kept: tuple[int, ...]) -> None:
+    """As they are made, and after versions were forgotten and what hung on their objects was stored anew."""
+    steps = series(there + 10)
     with Store.create(tmp_path / "base") as store:
-        for step in steps[:4]:
+        for step in steps[:there]:
             publish(store, "run", {"m.safetensors": step})
     with make_private_store(tmp_path / "state", tmp_path / "base") as private:
-        for number, step in enumerate(steps[4:]):
+        for number, step in enumerate(steps[there:]):
             publish(private, f"mine/{number}", {"m.safetensors": step})
         for location in private.index.iterate():
-            links = len(private.objects.chain(location.object_id)) - 1
-            assert links == location.depth <= limits.CHAIN_DEPTH
-        private.log.forget([(f"mine/{number}", 1) for number in range(12) if number % 4])
-        collect(private, pressed=True)
-        for location in private.index.iterate():
-            assert len(private.objects.chain(location.object_id)) - 1 <= limits.CHAIN_DEPTH
-        for number in (0, 4, 8):
-            assert contents(private, f"mine/{number}") == {"m.safetensors": steps[4 + number]}
+            assert len(private.objects.chain(location.object_id)) - 1 == location.depth <= limits.CHAIN_DEPTH
+        private.log.forget([(f"mine/{number}", 1) for number in range(10) if number not in kept])
+        assert collect(private, pressed=True).rebased_objects
         assert verify(private).problems == []
+
+        def links(location: Location | None) -> int:
+            assert location is not None
+            return 0 if location.base == NO_ID else 1 + links(private.index.find(location.base))
+
+        for number in kept:
+            assert contents(private, f"mine/{number}") == {"m.safetensors": steps[there + number]}
+            entry = private.lookup(private.resolve(f"mine/{number}"), b"m.safetensors")
+            for object_id in private.recipe(entry).object_ids():
+                copies = private.index.copies(object_id)
+                assert all(links(one) <= one.depth <= limits.CHAIN_DEPTH for one in copies)
 
 
 def test_a_private_store_is_optimized_as_far_as_it_goes_without_the_base_store(tmp_path: Path) -> None:
