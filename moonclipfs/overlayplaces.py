@@ -14,10 +14,10 @@ from moonclipfs.fuse.inside import inside_mount
 from moonclipfs.fuse.mounts import Mount, mount_at
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlays import Overlays
-from moonclipfs.layers.overlayverbs import info_json, verbs
+from moonclipfs.layers.overlayverbs import listed, verbs
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
-from moonclipfs.store.overlaydirs import find_overlay, overlay_infos
+from moonclipfs.store.overlaydirs import find_overlay
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import OVERLAYS, default_store, is_store, parse_target
 
@@ -83,7 +83,7 @@ class InStore:
     def ask(self, verb: str, /, **arguments: Any) -> Mapping[str, Any]:
         """Call a verb in this process; listing opens nothing, and works in a store that can only be read."""
         if verb == "overlay_list":
-            return {"overlays": [info_json(self.store, info) for info in overlay_infos(self.store)]}
+            return {"overlays": listed(self.store)}
         return verbs(self.overlays)[verb](arguments)
 
     def opened(self) -> list[Overlay]:

@@ -92,7 +92,7 @@ def command(
       moonclipfs run /data/store --at /mnt/ckpt -- torchrun train.py --output_dir /mnt/ckpt/run1
       moonclipfs run --read-only /data/store --at /mnt/ckpt -- python evaluate.py /mnt/ckpt/run1
       moonclipfs run --dry-run /data/store --base run1/checkpoint-500 -- python edit.py {dir}
-      moonclipfs run --dry-run /data/store --base model --commit --as model-lora -- python fold.py {dir}
+      moonclipfs run --dry-run /data/store --base model --commit --as folded -- python fold.py {dir}
 
     \b
     JSON of --report: as of `moonclipfs overlay diff --json`

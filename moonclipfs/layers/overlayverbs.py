@@ -16,7 +16,7 @@ from moonclipfs.layers.overlaydiff import layer_diff
 from moonclipfs.layers.overlays import Overlays
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
-from moonclipfs.store.overlaydirs import OverlayInfo
+from moonclipfs.store.overlaydirs import OverlayInfo, is_over, overlay_infos
 from moonclipfs.store.store import Store
 from moonclipfs.types import Version
 
@@ -66,7 +66,7 @@ class _Verbs:
 
     def list(self, _: Json) -> Json:
         """overlays: name, base, created_ns, quota, ephemeral, dry_run, owner, and holder, who has it open or None."""
-        return {"overlays": [info_json(self._overlays.store.path, info) for info in self._overlays.infos()]}
+        return {"overlays": listed(self._overlays.store.path)}
 
     def status(self, arguments: Json) -> Json:
         """name. Answers with what `list` says of it, and what it has staged, stored and failed to store."""
@@ -129,6 +129,11 @@ class _Verbs:
 
     def _get(self, arguments: Json) -> Overlay:
         return self._overlays.get(argument(arguments, "name", str))
+
+
+def listed(store: Path) -> list[dict[str, Any]]:
+    """JSON values of the overlays of a store, but of ephemeral ones that nobody has. Raises CorruptError."""
+    return [info_json(store, info) for info in overlay_infos(store) if not is_over(store, info)]
 
 
 def info_json(store: Path, info: OverlayInfo) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from moonclipfs.store.backend import os_errors
 from moonclipfs.store.families import affordable
 from moonclipfs.store.leases import Lease, LeaseState, live_leases
 from moonclipfs.store.log import Names
+from moonclipfs.store.overlaydirs import sweep
 from moonclipfs.store.packs import pack_key
 from moonclipfs.store.reachable import PackTable, Rows
 from moonclipfs.store.rebase import rebase
@@ -104,6 +105,7 @@ def collect(
         return preview(store, pressed=pressed)
     if store.lease is None or not store.write:
         raise UsageError(f"{store.path} is open for reading only")
+    sweep(store.backend)  # what ephemeral overlays of dead processes refer to is needed by nobody
     run = _Run(store, store.lease, progress, repack, _share(pressed))
     try:
         try:

@@ -26,7 +26,7 @@ from moonclipfs.errors import BusyError, CorruptError, ExistsError, NotFoundErro
 from moonclipfs.store import ofd
 from moonclipfs.store.backend import LocalBackend, mode_of_files, os_errors
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
-from moonclipfs.store.layerdirs import LayerLock, check_layer_name, layer_names
+from moonclipfs.store.layerdirs import LayerLock, check_layer_name, layer_holder, layer_names
 from moonclipfs.store.log import Names
 from moonclipfs.store.target import close_names
 from moonclipfs.types import NO_ID, ObjectId
@@ -131,11 +131,16 @@ def find_overlay(root: Path, name: str) -> OverlayInfo:
         ) from None
 
 
+def is_over(root: Path, info: OverlayInfo) -> bool:
+    """Whether an ephemeral overlay belongs to nobody any more: the next `sweep` clears it away."""
+    return info.ephemeral and layer_holder(Path(root) / LAYERS / info.layer) is None
+
+
 def pinned_versions(root: Path, names: Names) -> Mapping[tuple[str, int], list[str]]:
     """The versions, by path and number, that overlays stand on, wherever they were moved, and the names of these."""
     standing: dict[int, list[str]] = {}
     for info in overlay_infos(root):
-        if info.base_sequence is not None:
+        if info.base_sequence is not None and not is_over(root, info):
             standing.setdefault(info.base_sequence, []).append(info.name)
     if not standing:
         return {}
