@@ -71,14 +71,25 @@ class _Module:
         self.flats: dict[str, _Found] = {}
         self.routers: list[Tensor] = []
 
+    @property
+    def matrices(self) -> set[str]:
+        """What the parts are of, biases and scales left aside."""
+        names = {*self.stacks, *self.flats}.union(*self.ones.values())
+        return {_module_of(name) for name in names}
+
 
 def recognise(files: Iterable[tuple[str, Layout]]) -> Layers:
     """Return the experts in the files of one directory, each with its name and its layout. Never raises."""
     by_format: dict[str, list[_Found]] = defaultdict(list)
+    truncated = set()
     for file, layout in files:
         if layout.format in _FORMATS:
             by_format[layout.format] += _find(file, layout)
+            if layout.truncated:
+                truncated.add(layout.format)  # nobody can tell what every expert lacks
     for name in _FORMATS:
+        if name in truncated:
+            continue
         layers = _named(_modules(_of_one_model(by_format[name])))
         if layers:
             return layers
@@ -152,8 +163,13 @@ def _named(modules: Mapping[tuple[str, int], _Module]) -> Layers:
     """
     layers: dict[str, Mapping[int, Parts]] = {}
     count = 0
+    wanted: dict[str, set[str]] = defaultdict(set)
+    for (group, _), module in modules.items():
+        wanted[group] |= module.matrices
     for group, layer in sorted(modules, key=lambda key: (len(key[0]), key)):
-        experts = _experts(modules[group, layer])
+        module = modules[group, layer]
+        # What other layers have, and this one has not, is missing: a file may be, or its end.
+        experts = _experts(module) if module.matrices == wanted[group] else {}
         count += len(experts)
         if count > limits.EXPERTS:
             return {}

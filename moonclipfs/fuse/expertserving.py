@@ -13,11 +13,12 @@ from moonclipfs import limits
 from moonclipfs.errors import NotPermittedError
 from moonclipfs.fuse.overlaydir import OVERLAYS_NAME, OVERLAYS_NUMBER, OverlayNames, ServedNames
 from moonclipfs.fuse.served import Served
+from moonclipfs.layers.expertinodes import mirror_number
 from moonclipfs.layers.inodes import Inode, root_number
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.live import Live
 from moonclipfs.layers.names import Area
-from moonclipfs.layers.overlayexperts import OverlayExperts, Tables, mirror_number
+from moonclipfs.layers.overlayexperts import OverlayExperts, Tables
 from moonclipfs.store.cache import BoundedCache
 
 EXPERTS_OVERLAYS_NUMBER = OVERLAYS_NUMBER + 1
@@ -47,8 +48,8 @@ class ServedExperts(Served):
         return self._overlay.staged
 
     def links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
-        """None: the kernel forgets names by itself."""
-        return []
+        """(directory, name) of an inode."""
+        return self.experts.links(inode)
 
     def place_of(self, inode: Inode) -> str:
         """The path of an inode from the root of the mount, for messages."""

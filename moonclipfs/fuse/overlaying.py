@@ -138,6 +138,7 @@ class MountedOverlays:
         self._dropped += self._operations.layers.drop(served)
         if served.experts is not None:
             self._dropped += self._operations.layers.drop(served.experts)
+            served.experts.experts.let_go()
 
     def _serve(self, overlay: Overlay) -> ServedOverlay:
         with self._lock:

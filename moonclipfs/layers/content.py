@@ -116,6 +116,11 @@ class Content:
         """Whether some of the bytes are in staging."""
         return any(self._staged.values())
 
+    @property
+    def frozen(self) -> int:
+        """The number of the last freeze, -1 before any."""
+        return self._frozen
+
     def staged_bytes(self, last: int | None = None) -> int:
         """How many of the bytes are in staging, of all generations, or of those up to the number `last`."""
         return sum(count for number, count in self._staged.items() if last is None or number <= last)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
-from moonclipfs.errors import MoonclipError, NotPermittedError, ParseError, UsageError
+from moonclipfs.errors import MoonclipError, NotFoundError, NotPermittedError, ParseError, UsageError
 from moonclipfs.formats import safetensors
 from moonclipfs.formats.experts import Component, Parts
 from moonclipfs.layers.experttables import Contents, Expert, read_whole
@@ -50,15 +50,18 @@ class ExpertFile:
         return bytes(out[: self.read_into(offset, memoryview(out))])
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Fill `out` from `offset` on, up to the end of the file; return the count of bytes. Raises CorruptError."""
+        """Fill `out` from `offset` on, up to the end of the file; return the count of bytes.
+
+        Raises NotFoundError when the tensors are not there any more, CorruptError.
+        """
         head = self._head[offset : offset + len(out)]
         out[: len(head)] = head
         at = len(head)
         for piece, inside, length in self._within(offset, len(out)):
             count = piece.file.read_into(piece.offset + inside, out[at : at + length])
             at += count
-            if count < length:  # the file was cut off: what is behind that is not there
-                break
+            if count < length:
+                raise NotFoundError(f"a file that holds the expert was cut off at {piece.offset + inside + count}")
         return at
 
     def cached(self, offset: int, length: int) -> Buffer | None:

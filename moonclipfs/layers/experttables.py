@@ -45,6 +45,8 @@ class Expert(NamedTuple):
     parts: Parts
     sources: Mapping[str, Source]
     size: int
+    places: bytes
+    """Tells experts apart whose bytes are in other files, or at other places."""
 
     @property
     def head(self) -> bytes:
@@ -96,9 +98,14 @@ def read_table(layer: Layer, directory: Inode, before: LiveTable | None) -> Live
         for number, parts in experts.items():
             of_it = {part.file: sources[os.fsencode(part.file)] for part in parts}
             size = len(header(name, number, parts)) + sum(part.length for part in parts)
-            known[expert_name(number)] = Expert(name, number, parts, of_it, size)
+            known[expert_name(number)] = Expert(name, number, parts, of_it, size, _places(parts, of_it))
         layers[name.encode()] = known
     return LiveTable(directory, seen, sources, layers)
+
+
+def _places(parts: Parts, sources: Mapping[str, Source]) -> bytes:
+    where = [(sources[part.file].inode.number, part.offset, part.length, part.name) for part in parts]
+    return blake2b(repr(where).encode("utf-8", "surrogateescape"), digest_size=16).digest()
 
 
 def read_whole(file: OpenFile, offset: int, length: int) -> bytes:

@@ -7,14 +7,11 @@ What it is asked is what a layer is asked; with `wait=False` it raises NotCached
 
 from __future__ import annotations
 
-import enum
 import os
 import re
 import threading
 from collections.abc import Collection, Iterable
-from functools import reduce
-from hashlib import blake2b
-from stat import S_IFREG, S_ISDIR
+from stat import S_ISDIR
 from typing import NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -28,6 +25,7 @@ from moonclipfs.errors import (
     UsageError,
 )
 from moonclipfs.layers.expertfiles import ExpertFile, open_expert, replace_expert
+from moonclipfs.layers.expertinodes import ExpertInode, Kind, directory_of, mirror_number, status_of
 from moonclipfs.layers.experts import is_own_file
 from moonclipfs.layers.experttables import Expert, LiveTable, read_table
 from moonclipfs.layers.files import OpenFile
@@ -43,34 +41,6 @@ Tables: TypeAlias = BoundedCache[tuple[bytes, int], LiveTable]
 
 _LAYER = re.compile(rb"(.+\.)?L[0-9]{3,9}")
 _EXPERT = re.compile(rb"e[0-9]{5,9}\.safetensors")
-_BLOCK = 512
-
-
-class Kind(enum.Enum):
-    """What an inode of this tree is."""
-
-    MIRROR = enum.auto()
-    """A directory of the layer."""
-    LAYER = enum.auto()
-    """The experts of one layer of the model in a directory."""
-    EXPERT = enum.auto()
-    """One of these."""
-
-
-class ExpertInode(Inode):
-    """A directory or file of this tree. `real` is the directory of the layer that it belongs to."""
-
-    __slots__ = ("expert", "kind", "layer", "name", "real", "replaced")
-
-    def __init__(self, number: int, kind: Kind, real: Inode, layer: bytes = b"", name: bytes = b"") -> None:
-        super().__init__(number, EntryType.FILE if kind is Kind.EXPERT else EntryType.DIRECTORY, 0)
-        self.kind = kind
-        self.real = real
-        self.layer = layer
-        self.name = name
-        self.expert: Expert | None = None
-        self.replaced: set[int] = set()
-        """Of a LAYER: numbers of the files whose bytes were replaced by a rename in it, and nobody was told yet."""
 
 
 class OverlayExperts:
@@ -83,6 +53,8 @@ class OverlayExperts:
         self.captures = layer.captures
         self._tables = tables
         self._reading = threading.Lock()
+        self._read: set[int] = set()
+        """The numbers of the directories that `tables` knows."""
         self._inodes: WeakValueDictionary[int, ExpertInode] = WeakValueDictionary()
         self._temporary: dict[tuple[int, bytes], Inode] = {}
         """Files that were made here, by the number of their directory and their name. They have no name in the layer,
@@ -98,9 +70,13 @@ class OverlayExperts:
     ) -> list[tuple[Inode, Status] | None]:
         """Lookup and stat of several names at once; None for one that is not there. Understands `.` and `..`."""
         found: list[tuple[Inode, Status] | None] = []
+        table: LiveTable | None = None
+        known: dict[int, Status] = {}
         for name in names:
-            inode = self._child(directory, name, wait)
-            found.append(None if inode is None else (inode, self.stat(inode, wait=wait)))
+            if table is None and (_EXPERT.fullmatch(name) or _LAYER.fullmatch(name)):
+                table = self._table(directory_of(directory).real, wait)  # once for all of them
+            inode = self._child(directory, name, wait, table)
+            found.append(None if inode is None else (inode, self._status(inode, wait, known)))
         return found
 
     def lookup(self, directory: Inode, name: bytes, *, wait: bool = True) -> Inode:
@@ -117,8 +93,9 @@ class OverlayExperts:
             inode = self.lookup(inode, name, wait=wait)
         return inode
 
-    def _child(self, directory: Inode, name: bytes, wait: bool) -> Inode | None:
-        inode = _directory(directory)
+    def _child(self, directory: Inode, name: bytes, wait: bool, table: LiveTable | None = None) -> Inode | None:
+        """What a name is; `table` is that of the directory, if it is at hand."""
+        inode = directory_of(directory)
         if name == b".":
             return inode
         if name == b"..":
@@ -129,9 +106,9 @@ class OverlayExperts:
                 temporary = self._temporary.get((inode.number, name))
             if temporary is not None or not _EXPERT.fullmatch(name):
                 return temporary
-            expert = self._table(inode.real, wait).layers.get(inode.layer, {}).get(name)
+            expert = (table or self._table(inode.real, wait)).layers.get(inode.layer, {}).get(name)
             return None if expert is None else self._of_expert(inode, name, expert)
-        if _LAYER.fullmatch(name) and name in self._table(inode.real, wait).layers:
+        if _LAYER.fullmatch(name) and name in (table or self._table(inode.real, wait)).layers:
             return self._made(Kind.LAYER, inode.real, name)
         try:
             found = self.layer.lookup(inode.real, name, wait=wait)
@@ -143,7 +120,7 @@ class OverlayExperts:
 
     def names_in(self, directory: Inode, *, wait: bool = True) -> list[bytes]:
         """The names in a directory, sorted; none of files that were made here."""
-        inode = _directory(directory)
+        inode = directory_of(directory)
         table = self._table(inode.real, wait)
         if inode.kind is Kind.LAYER:
             return sorted(table.layers.get(inode.layer, {}))
@@ -154,14 +131,21 @@ class OverlayExperts:
 
     def stat(self, inode: Inode, *, wait: bool = True) -> Status:
         """What stat says of an inode: a file has the latest times of those that hold its bytes."""
+        return self._status(inode, wait, {})
+
+    def _status(self, inode: Inode, wait: bool, known: dict[int, Status]) -> Status:
+        """See `stat`. What is asked of the layer goes to `known`, by number."""
         if not isinstance(inode, ExpertInode):
             status = self.layer.stat(inode, wait=wait)
             return status._replace(nlink=max(1, status.nlink))  # what was made here has no name in the layer
         if inode.expert is None:
             status = self.layer.stat(inode.real, wait=wait)._replace(nlink=1)
         else:
-            of_sources = [self.layer.stat(source.inode, wait=wait) for source in inode.expert.sources.values()]
-            status = _of_file(inode.expert, of_sources)
+            sources = [source.inode for source in inode.expert.sources.values()]
+            for source in sources:
+                if source.number not in known:
+                    known[source.number] = self.layer.stat(source, wait=wait)
+            status = status_of(inode.expert, [known[source.number] for source in sources])
         inode.mode, inode.uid, inode.gid = status.mode & 0o7777, status.uid, status.gid
         return status
 
@@ -232,7 +216,7 @@ class OverlayExperts:
 
     def sync_directory(self, directory: Inode) -> None:
         """The bytes of the experts in it are durable when this returns, and all that is in the journal."""
-        inode = _directory(directory)
+        inode = directory_of(directory)
         log = self.layer.files.log
         if inode.kind is Kind.LAYER:
             for source in self._table(inode.real, wait=True).sources.values():
@@ -255,7 +239,7 @@ class OverlayExperts:
         wait: bool = True,
     ) -> Inode:
         """A file that nobody lists. Raises NotPermittedError for anything else and elsewhere, ExistsError."""
-        inode = _directory(directory)
+        inode = directory_of(directory)
         if self._child(inode, name, wait) is not None:
             raise ExistsError(f"{name!r} is there")
         if inode.kind is not Kind.LAYER or type_ is not EntryType.FILE or _EXPERT.fullmatch(name):
@@ -298,7 +282,7 @@ class OverlayExperts:
         """Call a file that was made here otherwise. Over an expert, its tensors become that expert's, if they are the
         same but for their bytes; else UsageError is raised, and both are as they were.
         """
-        inode, new = _directory(directory), _directory(target)
+        inode, new = directory_of(directory), directory_of(target)
         with self.lock:
             made = self._temporary.get((inode.number, name))
         if made is None:
@@ -370,6 +354,25 @@ class OverlayExperts:
         with self.lock:
             return tuple(shown)
 
+    def links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
+        """(directory, name) of the name of an inode of this tree, as far as the directory is in memory."""
+        if not isinstance(inode, ExpertInode):
+            return []
+        with self.lock:
+            if inode.kind is not Kind.MIRROR:
+                above = inode.layer if inode.kind is Kind.EXPERT else b""
+                names = [(mirror_number(self.layer.id, inode.real.number, above), inode.name or inode.layer)]
+            else:
+                names = [(mirror_number(self.layer.id, parent.number), name) for parent, name in inode.real.links]
+            return [(self._inodes[number], name) for number, name in names if number in self._inodes]
+
+    def let_go(self) -> None:
+        """The layer is gone: nothing is known of it any more."""
+        with self.lock:
+            for number in self._read:
+                self._tables.drop((self.layer.id, number))
+            self._read.clear()
+
     def holding(self, inode: Inode) -> Collection[int]:
         """The numbers of the files that hold the bytes of an expert; of a directory, those in which bytes were replaced
         by renames since this was asked last, and the experts.
@@ -396,6 +399,8 @@ class OverlayExperts:
             if before is not None and before.directory is not directory:
                 before = None
             table = read_table(self.layer, directory, before)
+            with self.lock:
+                self._read.add(directory.number)
             self._tables.put(key, table, min(table.weight, limits.EXPERT_CACHE_PARTS // 2))
         return table
 
@@ -421,10 +426,8 @@ class OverlayExperts:
         return inode
 
     def _expert_number(self, inode: ExpertInode, name: bytes, expert: Expert) -> int:
-        """Another one where the bytes are others: of another file, or at another place in it."""
-        files = [source.inode.number for source in expert.sources.values()]
-        places = blake2b(repr((files, expert.parts)).encode("utf-8", "surrogateescape")).digest()
-        return inode_number(self.layer.id, b"experts", b"%d" % inode.real.number, inode.layer, name, places)
+        real = b"%d" % inode.real.number
+        return inode_number(self.layer.id, b"experts", real, inode.layer, name, expert.places)
 
     def _made(self, kind: Kind, real: Inode, layer: bytes = b"") -> ExpertInode:
         number = mirror_number(self.layer.id, real.number, layer)
@@ -440,27 +443,5 @@ class OverlayExperts:
         self.layer.state.release(made)
 
 
-def mirror_number(layer_id: bytes, real: int, layer: bytes = b"") -> int:
-    """The number of what mirrors a directory with the number `real`, or of the directory of a layer in it."""
-    return inode_number(layer_id, b"experts", b"%d" % real, layer)
-
-
-def _directory(inode: Inode) -> ExpertInode:
-    if not isinstance(inode, ExpertInode) or inode.expert is not None:
-        raise NotFoundError(f"{inode} is no directory of experts")
-    return inode
-
-
 def _is_shown(name: bytes, status: Status) -> bool:
     return S_ISDIR(status.mode) or is_own_file(name)
-
-
-def _of_file(expert: Expert, sources: list[Status]) -> Status:
-    """Of what is made of several files: who may read, or write, all of them may do so; the latest times."""
-    first = sources[0]
-    mode = reduce(int.__and__, (source.mode for source in sources), 0o666 if expert.writable else 0o444)
-    if any((source.uid, source.gid) != (first.uid, first.gid) for source in sources):
-        mode = (mode & 0o006) * 0o111
-    mtime, ctime = max(source.mtime_ns for source in sources), max(source.ctime_ns for source in sources)
-    blocks = -(-expert.size // _BLOCK)
-    return Status(S_IFREG | mode, 1, first.uid, first.gid, expert.size, mtime, ctime, mtime, blocks)

@@ -70,13 +70,13 @@ def _generation(layer: Layer, inode: Inode, patches: Sequence[Patch]) -> Generat
 
 
 def _attach(layer: Layer, patches: Mapping[Inode, Sequence[Patch]], new: dict[Inode, Generation], now_ns: int) -> bool:
-    """Let the files have their new bytes; False when one was captured or written to since its generation was made:
-    numbers of generations and of captures are in the order of what they hold. When it fails, what the journal knows
-    of by then is taken out of `new`: it goes with the next record of that file.
+    """Let the files have their new bytes; False when one was captured or taken for encoding since its generation was
+    made: generations with lower numbers count as part of that. When it fails, what the journal knows of by then is
+    taken out of `new`: it goes with the next record of that file.
     """
     log, quota = layer.files.log, layer.files.quota
     with layer.lock:
-        if any(content_of(inode).newest >= generation.number for inode, generation in new.items()):
+        if any(content_of(inode).frozen >= generation.number for inode, generation in new.items()):
             return False
         before = {
             inode: (content_of(inode).copy(), inode.mtime_ns, inode.ctime_ns, log.cleared(inode)) for inode in new

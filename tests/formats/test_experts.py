@@ -263,6 +263,26 @@ def test_an_expert_that_lacks_what_others_have_is_left_out() -> None:
     assert numbers(found(tensors)) == {"L003": [0, 3]}
 
 
+def test_a_layer_that_lacks_what_others_have_is_left_out() -> None:
+    tensors: dict[str, tuple[DType, tuple[int, ...]]] = {}
+    for layer in range(3):
+        at = f"model.layers.{layer}.mlp.experts"
+        tensors |= {f"{at}.gate_up_proj": (B, (5, 12, 4)), f"{at}.down_proj": (B, (5, 4, 6))}
+    del tensors["model.layers.1.mlp.experts.down_proj"]
+    assert list(found(tensors)) == ["L000", "L002"]
+    ones = {**each("model.layers.LAYER.mlp.experts.EXPERT.PART", QWEN, layer=0)}
+    ones |= each("model.layers.LAYER.mlp.experts.EXPERT.PART", {"up_proj.weight": QWEN["up_proj.weight"]}, layer=1)
+    assert list(found(ones)) == ["L000"]
+
+
+def test_beside_a_truncated_file_nothing_is_sure() -> None:
+    tensors = each("model.layers.LAYER.mlp.experts.EXPERT.PART", QWEN)
+    files = {"a.safetensors": layout(tensors), "m.pt": layout(tensors, "torch")}
+    cut = Layout("safetensors", (), reason="data short by 9 bytes", truncated=True)
+    layers = recognise({**files, "b.safetensors": cut}.items())
+    assert {part.file for part in layers["L003"][0]} == {"m.pt"}
+
+
 def test_experts_that_are_not_quantised_stand_beside_those_that_are() -> None:
     tensors = dict(each("model.layers.LAYER.mlp.experts.EXPERT.PART", DEEPSEEK))
     for part in ("gate", "up", "down"):

@@ -453,6 +453,47 @@ def test_readers_see_old_or_new_experts(overlay: Overlay, experts: OverlayExpert
     assert values and all(len(one) == 1 for one in values)
 
 
+def test_experts_are_replaced_by_many_at_once(overlay: Overlay, experts: OverlayExperts) -> None:
+    """Several writers replace their own experts of the same files, while these are encoded, and none loses anything."""
+    problems: list[BaseException] = []
+
+    def work(layer: int, number: int) -> None:
+        path, directory = f"L{layer:03}/e{number:05}.safetensors", at(experts, f"L{layer:03}")
+        name = f".{number}".encode()
+        try:
+            for step in range(1, 16):
+                arrays = {part: np.full((600, 8), step * 100 + 10 * layer + number, np.float32) for part in expected()}
+                temporary(experts, save(arrays), f"L{layer:03}", name)
+                experts.rename(directory, name, directory, path.rpartition("/")[2].encode(), NOW)
+                assert same(read(experts, path), arrays)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=[layer, number]) for layer in range(2) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        overlay.flush()
+    assert problems == []
+    for layer, number in itertools.product(range(2), range(3)):
+        found = read(experts, f"L{layer:03}/e{number:05}.safetensors")
+        assert {float(one) for array in found.values() for one in np.unique(array)} == {1500.0 + 10 * layer + number}
+    overlay.flush()
+    assert overlay.layer.staging.used == 0
+    assert same(expected(big(overlay)), read(experts))
+
+
+def test_an_expert_whose_file_is_cut_off_is_not_there(overlay: Overlay, experts: OverlayExperts) -> None:
+    file = experts.open_file(at(experts, EXPERT), write=False)
+    overlay.layer.truncate(overlay.layer.resolve(FIRST.encode()), 3000, NOW)
+    with pytest.raises(NotFoundError, match="cut off"):
+        file.read(0, file.size)
+    assert file.cached(0, file.size) is None
+    file.close()
+    with pytest.raises(NotFoundError):
+        at(experts, EXPERT)
+
+
 def test_writes_in_place_reach_the_large_files(overlay: Overlay, experts: OverlayExperts) -> None:
     """The tensors of an expert's file can be written in place; its head and its length are EPERM."""
     inode = at(experts, EXPERT)
