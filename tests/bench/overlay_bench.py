@@ -181,23 +181,25 @@ def without_mount(store: Path) -> Iterator[LayerPath]:
 
 
 def bench_paging(work: Path, rounds: int) -> Rows:
-    """Experts into memory: cold, again, and several at once."""
+    """Experts into memory: cold, in a server that has been at work, and again."""
     plain, store, mount = work / "plain", work / "store", work / "mnt"
     names = sorted(path.name for path in plain.iterdir())
     size = (plain / names[0]).stat().st_size
     buffer, one = bytearray(size), Figures()
     for number in range(rounds):
-        name = names[number % len(names)]
+        name, other = names[number % len(names)], names[(number + 1) % len(names)]
         forget_pages(plain, store)
         one.note("disk, cold", partial(read_expert, plain / name, buffer))
         one.note("disk, page cache", partial(read_expert, plain / name, buffer))
         with overlaid(store, mount) as (root, place):
+            read_expert(root / other, buffer)
             forget_pages(store / "packs")
             one.note("mount, cold", partial(read_expert, root / name, buffer), place)
             one.note("mount, page cache", partial(read_expert, root / name, buffer), place)
             forget_pages(root / name)
             one.note("mount, decoded cache", partial(read_expert, root / name, buffer), place)
         with without_mount(store) as path:
+            read_expert(path / other, buffer)
             forget_pages(store / "packs")
             one.note("layer API, cold", partial(read_expert, path / name, buffer))
             one.note("layer API, decoded cache", partial(read_expert, path / name, buffer))
