@@ -25,7 +25,7 @@ from moonclipfs.torch.profile import Profile
 from moonclipfs.torch.sharing import Key, groups, same_place
 from moonclipfs.torch.staging import HostBuffers, Staged
 from moonclipfs.torch.tensorfile import FileTensor, TensorFile, part_files
-from moonclipfs.types import NO_ID, Attributes, Buffer, BytesSource, Entry, EntryType, ObjectId, Source, Version
+from moonclipfs.types import Attributes, Buffer, BytesSource, Entry, EntryType, ObjectId, Source, Version
 
 FORMAT = "moonclipfs-state"
 VERSION = 1
@@ -206,14 +206,12 @@ class _Writing:
         after = self._job.after
         if after is None or name not in after.recipes or not (unchanged := file.unchanged()):
             return None
-        recipe = self._store.recipe_object(after.recipes[name]) if after.recipes[name] != NO_ID else None
-        if recipe is None or recipe.size != file.size:
-            return None
-        before = FileReader(self._store.objects, recipe)
-        header = bytes(file.header)
-        if before.read(0, len(header)) != header:
-            return None
-        return Kept(self._store.config.cut, before, unchanged)
+        try:
+            before = FileReader(self._store.objects, self._store.recipe_object(after.recipes[name]))
+            same_places = before.size == file.size and before.read(0, len(file.header)) == file.header
+        except CorruptError:
+            return None  # that snapshot was forgotten, and is gone
+        return Kept(self._store.config.cut, before, unchanged) if same_places else None
 
 
 def newest_of_line(store: Store, path: str) -> Version | None:
