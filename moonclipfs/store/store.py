@@ -292,8 +292,8 @@ class Store:
 def _open_base(path: Path, config: Config, above: tuple[str, ...]) -> Store:
     """Open the base store of the private store at `path`, of which nothing is written. It may be a private one itself.
 
-    Raises NotFoundError when it is not there, or another store is; CorruptError when base stores lead back, LimitError
-    for too many.
+    Raises NotFoundError when it is not there, or another store is; FormatVersionError when it is none, or needs a newer
+    version; CorruptError when base stores lead back, LimitError for too many.
     """
     assert config.alternate is not None
     place, wanted = config.alternate.path, config.alternate.store_id
@@ -303,16 +303,13 @@ def _open_base(path: Path, config: Config, above: tuple[str, ...]) -> Store:
         raise CorruptError(f"{path}: its base stores lead back to the store {wanted} at {place}")
     if len(above) > limits.BASE_STORES:
         raise LimitError(f"{path}: more than {limits.BASE_STORES} base stores, one behind the other")
+    over = f"{path} is a private store over the store {wanted} at {place}"
     try:
         found = load_config(LocalBackend(place)).store_id
     except (NotFoundError, FormatVersionError) as error:
-        raise NotFoundError(
-            f"{path} is a private store over the store {wanted} at {place}: {error}; {advice}"
-        ) from error
+        raise type(error)(f"{over}: {error}; {advice}") from error
     if found != wanted:
-        raise NotFoundError(
-            f"{path} is a private store over the store {wanted} at {place}, where another one is, {found}: {advice}"
-        )
+        raise NotFoundError(f"{over}, where another one is, {found}: {advice}")
     index_path = base_index_path(Path(place), wanted, path)
     cache_bytes = limits.BLOCK_CACHE_BYTES
     return Store(Path(place), write=False, purpose="", index_path=index_path, cache_bytes=cache_bytes, above=above)

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, ExistsError, LimitError, MissingObjectError, NotFoundError, UsageError
+from moonclipfs.errors import (
+    CorruptError,
+    ExistsError,
+    FormatVersionError,
+    LimitError,
+    MissingObjectError,
+    NotFoundError,
+    UsageError,
+)
 from moonclipfs.store.alternates import copy_version_into, make_private_store
 from moonclipfs.store.backend import LocalBackend
 from moonclipfs.store.check import verify
@@ -275,6 +283,9 @@ def test_a_base_store_that_is_gone_or_was_moved(tmp_path: Path, base: Path) -> N
         publish(private, "mine", {"n": noise(1)})
     moved = base.rename(tmp_path / "moved")
     with pytest.raises(NotFoundError, match=rf"{tmp_path / 'state'}.*{base}.*--state"):
+        Store.open(tmp_path / "state")
+    base.mkdir()
+    with pytest.raises(FormatVersionError, match=rf"{tmp_path / 'state'}.*not a store: {base}"):
         Store.open(tmp_path / "state")
     with make_private_store(tmp_path / "state", moved) as private:
         assert contents(private, "mine") == {"n": noise(1)}
