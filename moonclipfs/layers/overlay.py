@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from moonclipfs import limits
@@ -233,7 +234,7 @@ class Overlay:
         """Let the name tell what the journal says, which is the truth."""
         based = self.layer.state.based
         assert based is not None
-        info = OverlayInfo.parse(self.name, based.settings)
+        info = replace(OverlayInfo.parse(self.name, based.settings), layer=self.info.layer)
         if info != self.info:
             with naming(self.store.backend):
                 set_info(self.store.backend, info)

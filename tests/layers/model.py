@@ -73,13 +73,15 @@ class Model:
 
     def __init__(self) -> None:
         self.root = Node(EntryType.DIRECTORY, 0o755)
+        self.reserved = True
+        """Whether names that begin with @ are taken at the root."""
 
     def _new(self, directory: Node, name: bytes) -> None:
         if not directory.is_directory:
             raise NoDirectoryError
         if len(name) > 255:
             raise NameTooLongError
-        if directory is self.root and name.startswith(b"@"):
+        if self.reserved and directory is self.root and name.startswith(b"@"):
             raise NotPermittedError
 
     def make(
