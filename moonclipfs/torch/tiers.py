@@ -93,7 +93,7 @@ class ExpertTiers:
         """Return the tensors of an expert on the device.
 
         On a CPU they are those that RAM holds: change copies, and `put` these. (A change in place is noticed when the
-        expert leaves RAM, if it was made by torch.) Raises what `ExpertStore.read` raises.
+        expert leaves RAM, if torch made it before that.) Raises what `ExpertStore.read` raises.
         """
         return self.transfer.to_device(self.held(expert))
 
