@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ class Loading:
             array = torch.empty(saved.shape, dtype=saved.dtype)
             self._wanted[part, name] = array
             return array.numpy()
-        if live is not None and _fits(live, saved):
-            self._wanted[part, name] = live
+        local = None if live is None else local_of(live, name)
+        if local is not None and _fits(local, saved):
+            self._wanted[part, name] = local
             return live
         made = self._fresh.get((part, name))
         if made is None:
@@ -103,8 +105,7 @@ class Loading:
         _find_tensors(live, (), targets)
         named = {plain_name(path): tensor for path, tensor in targets.items()}
         if not self._is_plain(model, live):
-            state = self.plan_state("model")
-            return lambda: model.load_state_dict(state, strict=self._strict)
+            return partial(self._give, model, self.plan_state("model"))
         saved = self._saved.tensors("model")
         self._check_names(set(saved), set(named))
         self._check_shapes(saved, named)
@@ -117,11 +118,20 @@ class Loading:
             self._wanted["model", name] = local_of(named[name], name)
         return _nothing
 
+    def _give(self, model: Any, state: Any) -> None:
+        """Let a model's own code have the state dict. Raises UsageError when that says that it does not fit."""
+        # Tensors on the meta device have no memory to copy to.
+        assign = any(one.is_meta for one in (*model.parameters(), *model.buffers()))
+        try:
+            model.load_state_dict(state, strict=self._strict, assign=assign)
+        except RuntimeError as error:
+            raise UsageError(f"{self._saved.id} does not fit the model: {' '.join(str(error).split())}") from error
+
     def _is_plain(self, model: Any, live: Any) -> bool:
         """Whether all of a model's state dict is memory of its own parameters and buffers."""
         if not isinstance(model, torch.nn.Module):
             return True
-        own = {id_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        own = {id_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
         values = live.values()
         if not all(isinstance(value, torch.Tensor) and id_of(value) in own for value in values):
             return False
@@ -166,7 +176,9 @@ def id_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _fits(live: torch.Tensor, saved: SavedTensor) -> bool:
-    return live.dtype is saved.dtype and tuple(live.shape) == tuple(saved.shape) and live.device.type != "meta"
+    whole = live.dtype is saved.dtype and tuple(live.shape) == tuple(saved.shape) and not live.is_meta
+    # What is expanded has several elements in one place.
+    return whole and (live.is_contiguous() or 0 not in live.stride())
 
 
 def _find_tensors(value: Any, path: Path, found: dict[Path, torch.Tensor]) -> None:
