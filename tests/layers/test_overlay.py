@@ -15,6 +15,7 @@ from moonclipfs.layers.overlay import Overlay
 from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
 from moonclipfs.types import Entry, EntryType
+from tests.faults import CountingOps
 from tests.layers.filekit import overwrite, read_all, write_file
 from tests.layers.overlaykit import LocalOverlayEncoder, create, everything, size_of_overlay, stored_bytes
 from tests.layers.publish import Fifo, File, Files, publish
@@ -116,7 +117,10 @@ def test_an_overlay_shows_its_base(overlay: Overlay) -> None:
 
 
 def test_ghost_names_after_removing_making_and_renaming(overlay: Overlay) -> None:
-    """R105: opaque directories and whiteouts survive rename and remount."""
+    """Whiteouts, and directories made anew, survive rename and remount: no listed name is a ghost.
+
+    R105
+    """
     before = everything_of_base(overlay)
     remove_all(overlay.layer, overlay.layer.root, b"a")
     mkdir(overlay.layer, "a")
@@ -233,7 +237,10 @@ def test_an_overlay_shows_no_names_of_the_log(store: Store, overlay: Overlay) ->
 
 
 def test_changes_of_attributes_cost_nothing_but_metadata(store: Store) -> None:
-    """R107: chmod, utime and rename of a base file cost metadata; one byte costs one page, then one small delta."""
+    """A chmod, utime or rename of a base file costs metadata; one byte costs a page, and a small delta when encoded.
+
+    R107
+    """
     data = model(1, 8 << 20)
     publish(store, "large", {"m.safetensors": data})
     packs, overlay = stored_bytes(store), create(store, "x", "large")
@@ -255,6 +262,20 @@ def test_changes_of_attributes_cost_nothing_but_metadata(store: Store) -> None:
     collect(store)
     assert stored_bytes(store) <= packs + 4096
     assert list(tree_of(store, "large").values()) == [data]
+
+
+def test_making_and_discarding_look_at_nothing_of_the_base(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Creating and discarding an overlay reads nothing of its base, and costs as many calls for a large as for none."""
+    publish(store, "many", {f"d{n}": {f"f{m}": b"x" for m in range(50)} for n in range(50)})
+    counts = []
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "directory", lambda object_id: pytest.fail("the base is read"))
+        patch.setattr(store.objects, "load", lambda *_: pytest.fail("the base is read"))
+        for base in ("base", "base", "many"):
+            ops = store.backend.ops = CountingOps()
+            create(store, "x", base, ops=ops).discard()
+            counts.append(ops.total)
+    assert counts[1] == counts[2]  # the first one makes directories of the store
 
 
 def tree_of(store: Store, spec: str) -> dict[str, bytes]:

@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, ExistsError, LimitError, NotFoundError, QuotaError, UsageError
+from moonclipfs.errors import BusyError, CorruptError, ExistsError, LimitError, NotFoundError, QuotaError, UsageError
 from moonclipfs.layers.live import Live, LiveOptions
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlays import Overlays
 from moonclipfs.layers.overlayverbs import verbs
 from moonclipfs.layers.unfinished import check_layers
+from moonclipfs.store import overlaydirs
 from moonclipfs.store.check import verify
 from moonclipfs.store.forget import held as kept
 from moonclipfs.store.health import State
 from moonclipfs.store.layerdirs import layer_names
-from moonclipfs.store.overlaydirs import find_overlay, overlay_names, pinned_versions, sweep
+from moonclipfs.store.overlaydirs import OverlayInfo, find_overlay, overlay_names, pinned_versions, sweep
 from moonclipfs.store.retention import Rules, plan
 from moonclipfs.store.store import Store
 from tests.layers.filekit import read_all
@@ -363,6 +364,17 @@ def test_dry_runs_beside_a_live_layer_and_each_other(store: Store) -> None:
 
 
 # Beside others
+
+
+def test_the_example_of_the_format_is_read_and_made_again() -> None:
+    document = (Path(overlaydirs.__file__).parent / "FORMAT.md").read_text()
+    data = document.partition("```json overlay\n")[2].partition("\n```")[0].encode()
+    info = OverlayInfo.parse("x", data)
+    assert info.base_path == "run/ck-1" and info.base_sequence == 17 and info.base_root.hex().startswith("1b971a")
+    assert info.settings() == data
+    for wrong in (b"", b"[]", b"{}", data.replace(b"overlay.0", b"overlay.x"), data.replace(b"1b97", b"97")):
+        with pytest.raises(CorruptError, match="overlays/x is damaged"):
+            OverlayInfo.parse("x", wrong)
 
 
 def test_doctor_and_verify_know_overlays(store: Store, overlays: Overlays) -> None:
