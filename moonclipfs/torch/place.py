@@ -16,8 +16,6 @@ from moonclipfs.store.target import is_store, mounted
 from moonclipfs.torch.profile import Profile, TimedOps, wanted
 from moonclipfs.types import NO_ID
 
-_DRY_RUN = "user.moonclip.dry_run"
-
 
 class Place:
     """A store, or the directory where one is to be. A typo in a path makes no store: only saving does."""
@@ -102,24 +100,18 @@ class Place:
 
 
 def _store_behind(path: Path) -> Path:
-    """The store that a path means: itself, or that of a mount."""
-    if is_store(path) or not os.path.lexists(path):
-        return path
-    found = mounted(path)
+    """The store that a path means: itself, or that of a mount. Raises UsageError for any other path in a mount."""
+    there = path
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    found = mounted(there)
     if found is None:
         return path
-    if _is_dry_run(path):
+    if found.dry_run:
         raise UsageError(f"{path} is in a dry run, which keeps nothing: save into the store {found.store} itself")
-    if found.spec:
+    if found.spec or there != path:
         raise UsageError(f"{path} is inside a mount: give its store, {found.store}, and the name of the run")
     return found.store
-
-
-def _is_dry_run(path: Path) -> bool:
-    try:
-        return os.getxattr(path, _DRY_RUN) == b"1"
-    except OSError:
-        return False
 
 
 def _check_can_be_made(path: Path) -> None:
