@@ -16,6 +16,9 @@ from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.room import Holder, with_room
 from moonclipfs.store.cores import usable_cores
 
+_COPIED_BYTES_PER_SECOND = 1 << 30
+"""Bytes that come faster are copied from the cache: threads would only take time."""
+
 
 class LayerFile(io.RawIOBase):
     """An unbuffered binary file object with a position of its own. Raises OSError only."""
@@ -59,9 +62,12 @@ class LayerFile(io.RawIOBase):
 
     def readall(self) -> bytes:
         """All bytes from the position on."""
-        whole = bytearray(max(0, self._file.size - self._position))
-        count = self.readinto(whole)
-        return bytes(whole[:count]) if count < len(whole) else bytes(whole)
+        length = max(0, self._file.size - self._position)
+        whole = io.BytesIO(bytes(length))  # unlike a bytearray it gives its bytes away without a copy
+        with whole.getbuffer() as out:
+            count = self.readinto(out)
+        data = whole.getvalue()
+        return data if count == length else data[:count]
 
     def write(self, data: Any) -> int:
         """Write all of `data` at the position, or at the end of a file that is appended to."""
@@ -126,13 +132,21 @@ class LayerFile(io.RawIOBase):
 
 
 def _read_whole(file: OpenFile, offset: int, out: memoryview) -> int:
-    """Fill `out` from `offset` on, by all cores where it is long and has to be decoded: to copy what is decoded takes
-    less time than to start threads. Returns the count of bytes. Raises CorruptError.
+    """Fill `out` from `offset` on; by all cores what is long and has to be decoded. Returns the count of bytes.
+
+    Raises CorruptError.
     """
-    step = limits.PREFETCH_STEP_BYTES
-    ends = (offset, offset + len(out) - 1)
-    if len(out) <= step or all(file.cached(at, 1) is not None for at in ends):
-        return file.read_into(offset, out)
+    step, done = limits.PREFETCH_STEP_BYTES, 0
+    while done < len(out):
+        part, since = out[done : done + step], time.perf_counter()
+        count = file.read_into(offset + done, part)
+        done += count
+        if count < len(part):
+            return done  # the file has become shorter
+        if time.perf_counter() - since > len(part) / _COPIED_BYTES_PER_SECOND:
+            break  # it was decoded
+    if done == len(out):
+        return done
     with ThreadPoolExecutor(usable_cores(), "read") as pool:
-        counts = pool.map(lambda at: file.read_into(offset + at, out[at : at + step]), range(0, len(out), step))
-        return sum(counts)
+        rest = range(done, len(out), step)
+        return done + sum(pool.map(lambda at: file.read_into(offset + at, out[at : at + step]), rest))
