@@ -18,6 +18,7 @@ from moonclipfs.layers.layerpath import LayerPath
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.store.store import Store
 from moonclipfs.torch import ExpertStore, ExpertTiers, PagedExperts
+from moonclipfs.torch.manager import CheckpointManager
 from tests.torch.expertkit import Place, bits, expert, files, with_moments
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -381,6 +382,26 @@ def test_a_state_dict_tells_which_expert_is_where_and_the_files_hold_them(place:
     half.swap_to([3])
     again.experts.load_state_dict(half.state_dict())
     assert again.experts.resident == [3, None]
+
+
+def test_a_checkpoint_manager_saves_and_resumes_a_model_with_paged_experts(store: Store, tmp_path: Path) -> None:
+    model = Model(paged(filled(tmp_path / "experts")))
+    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
+    model.experts.attach_optimizer(optimizer)
+    model.experts.swap_to([3, 1])
+    step(optimizer, model.experts.slot_of(1).tensors(), 1)
+    with CheckpointManager(store.path, "run") as manager:
+        manager.save(10, model, optimizer)
+        manager.flush()
+        again = Model(paged(ExpertStore(tmp_path / "experts")))
+        resumed = OPTIMIZERS["adamw"](list(again.parameters()))
+        manager.load(10, again, resumed)
+    again.experts.attach_optimizer(resumed)
+    assert again.experts.resident == [3, 1]
+    for number in (1, 3):
+        step(optimizer, model.experts.slot_of(number).tensors(), 2)
+        step(resumed, again.experts.slot_of(number).tensors(), 2)
+        assert bits(again.experts.tensors_of(number)) == bits(model.experts.tensors_of(number))
 
 
 def test_a_checkpoint_through_a_temporary_overlay_is_an_error(store: Store) -> None:
