@@ -9,6 +9,8 @@
 
     moonclipfs.seal("/mnt/ckpt/run1/checkpoint-500")  # in a mount: a version of it, now
 
+    moonclipfs.thin("/data/store:run1", keep_optimizer_last=2)  # older snapshots keep their weights only
+
     with moonclipfs.dry_run("/data/store", "run1/checkpoint-500") as path:  # to work on as if it were one's own
         train(path)
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from moonclipfs.errors import MoonclipError
     from moonclipfs.layers.dryness import is_dry_run
     from moonclipfs.overlayapi import Overlay, create_overlay, overlay, overlays
+    from moonclipfs.tidying import optimize, thin
     from moonclipfs.torch.manager import CheckpointManager
 
 __version__ = "0.2.0"
@@ -44,10 +47,12 @@ __all__ = [
     "flush",
     "is_dry_run",
     "open",
+    "optimize",
     "overlay",
     "overlays",
     "seal",
     "status",
+    "thin",
 ]
 
 _HOMES = {
@@ -63,10 +68,12 @@ _HOMES = {
     "flush": "moonclipfs.api",
     "is_dry_run": "moonclipfs.layers.dryness",
     "open": "moonclipfs.api",
+    "optimize": "moonclipfs.tidying",
     "overlay": "moonclipfs.overlayapi",
     "overlays": "moonclipfs.overlayapi",
     "seal": "moonclipfs.api",
     "status": "moonclipfs.api",
+    "thin": "moonclipfs.tidying",
 }
 
 

@@ -15,7 +15,7 @@ FLOORS = {
     "store": 2,
     "layers": 3,
     "fuse": 4, "torch": 4,
-    "cli": 5, "compat": 5, "api": 5, "overlayplaces": 5, "overlayapi": 5, "dryrun": 5, "": 5,
+    "cli": 5, "compat": 5, "api": 5, "overlayplaces": 5, "overlayapi": 5, "dryrun": 5, "tidying": 5, "": 5,
 }  # fmt: skip
 PICKLES = "moonclipfs.torch.pickled"
 """Where values are pickled for those who asked for it by `allow_pickle=True`, and nowhere else."""
@@ -32,6 +32,7 @@ FORBIDDEN = {
     "api": {"pyfuse3", "trio"},
     "overlayapi": {"pyfuse3", "trio", "torch"},
     "dryrun": {"pyfuse3", "trio", "torch"},
+    "tidying": {"pyfuse3", "trio", "torch"},
 }
 """What a room never knows. `api` may import torch inside a function that is only called where torch is installed."""
 

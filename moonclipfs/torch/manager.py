@@ -40,6 +40,7 @@ from moonclipfs.torch.profile import Profile, wanted
 from moonclipfs.torch.reading import read_all
 from moonclipfs.torch.saved import Saved
 from moonclipfs.torch.staging import HostBuffers
+from moonclipfs.torch.tidying import Tidying
 from moonclipfs.torch.workers import Workers, thread_count
 from moonclipfs.types import Version
 
@@ -94,6 +95,7 @@ class CheckpointManager:
         self._place = Place(store)
         self._workers = Workers(thread_count())
         self._background = Background()
+        self._tidying = Tidying(self._place)
         self._buffers = HostBuffers()
         self._published: saving.Published | None = None
         self._told: set[str] = set()
@@ -218,7 +220,7 @@ class CheckpointManager:
             if wanted():
                 profile.tell(runs.bytes_of(published.version), published.stored)
             if self._rules is not None:
-                retain(store, self._rules)
+                self._tidying.dropped(len(retain(store, self._rules).drop))
 
         failure = self._background.failure()
         if self._async:
@@ -431,6 +433,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for what is in flight, and close the store. Raises what a save failed with."""
         self._wait()
+        self._tidying.close()
         self._workers.shutdown()
         self._place.close()
         self._raise_failure()

@@ -6,6 +6,7 @@ The signatures are those of moonclip 0.3.1, taken with `inspect` from its wheel;
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,15 @@ BY_NAME_ONLY = {
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing was told yet, and there is no launcher."""
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing was told yet, there is no launcher, and nothing is at work when `tmp_path` goes."""
     monkeypatch.setattr(moonclip_arguments, "_told", set())
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     yield
+    for thread in threading.enumerate():  # it has no close() that would wait for these
+        if thread.name in ("moonclipfs gc", "merge"):
+            thread.join()
 
 
 class Net(torch.nn.Module):
