@@ -101,6 +101,11 @@ class ContentLog:
 
     # Under the lock
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are contents that are not on the disk, or not in the journal."""
+        return bool(self._pending)
+
     def pending(self, inode: Inode) -> Pending | None:
         """How far memory and disk are apart for a file; None for not at all."""
         return self._pending.get(inode)

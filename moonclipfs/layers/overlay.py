@@ -23,6 +23,7 @@ from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.overlayencoder import OverlayEncoder
 from moonclipfs.layers.overlayopening import make_layer, new_info, standing_on, take_layer
 from moonclipfs.layers.reclaim import Reclaimer
+from moonclipfs.layers.room import with_room
 from moonclipfs.layers.wholes import based_refs
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.overlaydirs import (
@@ -54,6 +55,8 @@ class Overlay:
         self._committing = threading.Lock()
         self._synced_at = time.monotonic()
         self._synced_counter = layer.counter
+        self._let_go = 0
+        """Of the bytes that were dropped, those that the journal does not name any more."""
         self._closed = False
         self._tell()
 
@@ -140,9 +143,13 @@ class Overlay:
 
     def flush(self) -> None:
         """Return when everything written so far is encoded and durable. Raises what kept some of it from that."""
-        self.layer.sync_all()
-        self.encoder.drain()
-        self.layer.sync_all()
+
+        def work() -> None:
+            self.layer.sync_all()
+            self.encoder.drain()
+            self.layer.sync_all()
+
+        with_room(self, work, self.layer.staging.used)
 
     def current_root(self) -> ObjectId:
         """Store what it shows at this moment, without a name; returns the directory object.
@@ -176,6 +183,9 @@ class Overlay:
         self.require_committable(allow)
         path = check_path((name or self.name).strip("/"))
         fields = {"automatic": False, "overlay": self.name, "base": self.info.base, **(metadata or {})}
+        return with_room(self, lambda: self._commit(path, fields), self.layer.staging.used)
+
+    def _commit(self, path: str, fields: Mapping[str, object]) -> Version:
         layer = self.layer
         with self._committing, held(self.store), self.encoder.running() as encoder:
             frozen = freeze(layer, layer.files, layer.root)
@@ -268,10 +278,27 @@ class Overlay:
         """Make durable what was closed, now and then, by the monotonic clock; returns whether staged bytes are to be
         encoded (`relieve`). Cheap when nothing changed. Raises NoSpaceError, BackendError.
         """
-        if now - self._synced_at >= limits.SYNC_SECONDS and self.layer.counter != self._synced_counter:
-            self._synced_at, self._synced_counter = now, self.layer.counter
+        counter, behind = self.layer.counter, self.layer.files.log.is_behind
+        if now - self._synced_at >= limits.SYNC_SECONDS and (behind or counter != self._synced_counter):
+            self._synced_at = now
             self.layer.sync_all()
+            self._synced_counter = counter
+        self.let_go(limits.RECLAIM_BYTES)
         return self.encoder.is_due(now)
+
+    @property
+    def churn(self) -> int:
+        """Grows with the bytes that come and go in the store because of it."""
+        return self.layer.files.jobs.dropped + self.encoder.encoded_bytes
+
+    def let_go(self, least: int = 1) -> None:
+        """Let gc have what was stored of files that have changed or are gone since: the journal, which names it, is
+        written anew if that is `least` bytes. Raises NoSpaceError, BackendError.
+        """
+        dropped = self.layer.files.jobs.dropped
+        if dropped - self._let_go >= least:
+            self.layer.files.checkpoint()
+            self._let_go = dropped
 
     def relieve(self, stopping: threading.Event) -> None:
         """Encode what is staged in the background. Raises what keeps some of it from that."""

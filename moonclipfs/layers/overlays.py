@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, LimitError, MoonclipError, NotFoundError, UsageError
+from moonclipfs.errors import CorruptError, LimitError, MoonclipError, NoSpaceError, NotFoundError, UsageError
 from moonclipfs.layers.base import Caches
 from moonclipfs.layers.basing import BaseOf, held, of_directory, of_version
 from moonclipfs.layers.live import Live
@@ -57,6 +57,10 @@ class Overlays:
         self._relieving: set[Overlay] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._periodic: Periodic | None = None
+        self._churned = 0
+        """`Overlay.churn` of those that are not open any more."""
+        if live is not None:
+            live.reclaimer.others, live.reclaimer.ask_others = self._churn, self._let_go
         self.sweep()
 
     def __enter__(self) -> Overlays:
@@ -156,6 +160,7 @@ class Overlays:
                 log.warning("overlay %s is discarded as it is: %s", name, error)
                 remove_damaged(self.store.backend, name)
             else:
+                self._churned += overlay.churn + 1
                 overlay.discard()
                 del self._open[name]
         self.on_change(name)
@@ -199,6 +204,7 @@ class Overlays:
         with self._lock:
             overlay = self._open.pop(name, None)
             if overlay is not None:
+                self._churned += overlay.churn
                 overlay.close()
 
     @contextmanager
@@ -276,6 +282,16 @@ class Overlays:
         if failure is not None:
             raise failure
 
+    def _churn(self) -> int:
+        return self._churned + sum(overlay.churn for overlay in self.opened())
+
+    def _let_go(self) -> None:
+        for overlay in self.opened():
+            try:
+                overlay.let_go()
+            except MoonclipError as error:
+                log.info("overlay %s keeps what it does not need: %s", overlay.name, error)
+
     def _relieve(self, overlay: Overlay) -> None:
         with self._lock:
             if overlay in self._relieving or self._pool is None or self._stopping.is_set():
@@ -287,6 +303,8 @@ class Overlays:
         try:
             overlay.relieve(self._stopping)
         except MoonclipError as error:
+            if isinstance(error, NoSpaceError):
+                overlay.encoder.wanted = overlay.make_room(overlay.layer.staging.used) > 0
             if not self._stopping.is_set() and overlay in self.opened():
                 log.warning("overlay %s: not encoded yet, but safe in staging: %s", overlay.name, error)
         finally:

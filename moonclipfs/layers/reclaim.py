@@ -80,6 +80,10 @@ class Reclaimer:
         """The state in which nothing was left to reclaim."""
         self._clean: tuple[int, int] | None = None
         """Bytes dropped by the layer, and the last removal of a version, when the journal was last written anew."""
+        self.others: Callable[[], int] = lambda: 0
+        """Grows when others than the layer may have left something in the store to reclaim."""
+        self.ask_others: Callable[[], None] = lambda: None
+        """Lets others give back what they can, before room is made."""
         self._rest_until = 0.0
         self._again_at = float("inf")
         """When packs that somebody used may be free."""
@@ -113,6 +117,7 @@ class Reclaimer:
         """
         before = self._free()
         self._layer.staging.close_deleted()
+        self.ask_others()
         with self._lock:
             wanted = max(length, self._low_mark())
             freed = max(0, self._free() - before)  # by that, or by whoever had the lock
@@ -216,7 +221,7 @@ class Reclaimer:
     def _state(self) -> _State:
         """What changes when there may be more to reclaim: names, and objects that come or go."""
         dropped, encoded = self._layer.files.jobs.dropped, self._encoder.encoded_bytes
-        return self._layer.store.log.names.sequence, dropped, encoded
+        return self._layer.store.log.names.sequence, dropped + self.others(), encoded
 
     def _free(self) -> int:
         disk = os.statvfs(self._layer.store.path)

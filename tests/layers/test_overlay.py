@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from moonclipfs import limits, rescue
 from moonclipfs.errors import BusyError, CorruptError, NotEmptyError, NotFoundError, QuotaError, UsageError
+from moonclipfs.layers import records
 from moonclipfs.layers.inodes import ROOT_NUMBER, Inode
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.overlay import Overlay
@@ -375,6 +378,49 @@ def test_a_lower_that_vanished_is_reported(store: Store, tmp_path: Path) -> None
 def test_a_removed_directory_of_the_base_is_not_empty_before_it_is(overlay: Overlay) -> None:
     with pytest.raises(NotEmptyError):
         overlay.layer.rmdir(overlay.layer.root, b"a", 5)
+
+
+def test_what_was_written_over_is_let_go(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an overlay has stored and then written over is reclaimed while it goes on."""
+    monkeypatch.setattr(limits, "RECLAIM_BYTES", 50_000)
+    overlay, packs = create(store, "x"), stored_bytes(store)
+    for round_ in range(4):
+        put(overlay.layer, "f", os.urandom(60_000))
+        overlay.flush()
+        assert overlay.churn >= round_ * 60_000
+        overlay.tick(0.0)
+        collect(store)
+    assert 60_000 < stored_bytes(store) - packs < 130_000
+    overlay.close()
+
+
+def test_a_version_that_knows_no_overlays_deletes_nothing_of_them(
+    overlay: Overlay, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that does not know the records of overlays refuses to open one, and its gc keeps what they need."""
+    put(overlay.layer, "a/own", os.urandom(50_000))
+    overlay.flush()
+    before = everything(overlay.layer)
+    overlay.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "_TYPES", records._TYPES[: records._TYPES.index(records.Based)])
+        with pytest.raises(CorruptError, match="not a record"):
+            Overlay.open(store, "one")
+        store.log.forget([("base", 1)])
+        collect(store)
+    overlay = Overlay.open(store, "one")
+    assert everything(overlay.layer) == before
+    overlay.close()
+
+
+def test_the_rescue_program_passes_overlays_by(
+    overlay: Overlay, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(overlay.layer, "own", b"1")
+    monkeypatch.setattr(sys, "argv", ["rescue.py", os.fspath(store.path), os.fspath(tmp_path / "out")])
+    assert rescue.main() == 0
+    assert (tmp_path / "out" / "base" / "file").read_bytes() == b"hello"
+    assert not list((tmp_path / "out").rglob("own"))
 
 
 # Quotas
