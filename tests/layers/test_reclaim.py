@@ -15,6 +15,7 @@ from moonclipfs import limits
 from moonclipfs.errors import CorruptError
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.reclaim import Reclaimer, reclaim
+from moonclipfs.store import pins
 from moonclipfs.store.check import verify
 from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
@@ -146,6 +147,22 @@ def test_room_is_made_of_what_was_removed_first_and_no_more_than_is_needed(case:
     assert len(case.encoder.calls) == calls, "a full disk is no reason to look again and again"
     for name in "cde":
         assert contents(case.store, name) == {"f": noise(ord(name), MIB)}
+
+
+def test_pinned_versions_stay_whatever_room_is_needed(case: Case) -> None:
+    """A version that is pinned stays when it was removed, whatever room is needed, until it is unpinned."""
+    case.fill("abc")
+    pins.pin(case.store, [("a", 1)])
+    case.store.log.unbind(["a", "b"])
+    case.layer.refresh(time.time_ns())
+    reclaimer = case.start(keep_deleted=0.0)
+    case.disk -= case.free()
+    reclaimer.make_room(100 * MIB)
+    reclaimer.tick(10.0)
+    assert case.kept() == "ac" and contents(case.store, "a@1") == {"f": noise(ord("a"), MIB)}
+    pins.unpin(case.store, [("a", 1)])
+    assert reclaimer.make_room(100 * MIB) > MIB
+    assert case.kept() == "c"
 
 
 def test_what_was_removed_just_now_makes_room_at_once(case: Case) -> None:
