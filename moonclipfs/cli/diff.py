@@ -15,8 +15,9 @@ from moonclipfs.cli.output import emit_json, printable, table
 from moonclipfs.cli.progress import count_bar
 from moonclipfs.cli.target import complete_target, default_store, opened, same_path
 from moonclipfs.errors import UsageError
+from moonclipfs.fuse.inside import inside_mount
 from moonclipfs.store.compare import Change, DiffReport, FileDiff, diff, tensor_json
-from moonclipfs.store.sides import Side, path_side, store_side
+from moonclipfs.store.sides import Side, mounted_recipes, path_side, store_side
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import is_unsealed, locate, parse_target, stored_at
 
@@ -30,8 +31,9 @@ from moonclipfs.store.target import is_unsealed, locate, parse_target, stored_at
 def command(left: str, right: str, expect_unchanged: tuple[str, ...], show_all: bool, as_json: bool) -> int:
     """Compare LEFT with RIGHT: snapshots, paths inside them, or plain files and directories, in any formats.
 
-    What was written in a mount and is not sealed is read like plain files. Tensors are matched by name. Those that both
-    sides keep as the same objects are known to be equal and not read.
+    What was written in a mount and is not sealed is read like plain files, but for files that an overlay has of its
+    base. Tensors are matched by name. Those that both sides keep as the same objects are known to be equal and not
+    read.
 
     Exit code 0 when nothing differs, else 1; with --expect-unchanged, 1 only when a tensor that it matches differs.
 
@@ -63,16 +65,25 @@ def command(left: str, right: str, expect_unchanged: tuple[str, ...], show_all: 
 
 def _side(text: str, stack: ExitStack, stores: list[Store]) -> Side:
     if os.path.lexists(text) and not text.startswith(":") and (is_unsealed(text) or stored_at(text) is None):
-        return path_side(Path(text))
+        inside = inside_mount(text)
+        if inside is None or inside.overlay is None:
+            return path_side(Path(text))
+        return path_side(Path(text), mounted_recipes(_opened(Path(inside.mount.store), stack, stores)))
     target = parse_target(text, default_store())
-    store = next((store for store in stores if same_path(store.path, target.store)), None)
-    if store is None:
-        store = stack.enter_context(opened(target))
-        stores.append(store)
+    store = _opened(target.store, stack, stores)
     place = locate(store.names(), target.spec)
     if place.version is None:
         raise UsageError(f"{text} is no snapshot: name one (`moonclipfs ls` lists them)")
     return store_side(store, place.version, place.path)
+
+
+def _opened(path: Path, stack: ExitStack, stores: list[Store]) -> Store:
+    """The store at a path, opened once."""
+    store = next((store for store in stores if same_path(store.path, path)), None)
+    if store is None:
+        store = stack.enter_context(opened(path))
+        stores.append(store)
+    return store
 
 
 def _print(report: DiffReport, show_all: bool) -> None:

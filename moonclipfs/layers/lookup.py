@@ -108,6 +108,8 @@ class Lookup(Core):
             return os.fsencode(os.path.abspath(self.store.path))
         if name in self.facts:
             return self.facts[name]
+        if name == b"object" and self.fixed and inode.is_file:
+            return self._stored_as(inode)
         with self.lock:
             version, unchanged = self._version_of(inode), not inode.below and inode.content is None
             child = inode.lower.directory if inode.is_directory and inode.lower else inode.child
@@ -127,6 +129,13 @@ class Lookup(Core):
         entry = Entry(b"file", EntryType.FILE, Attributes(0), size, child)
         ids = [*self.store.recipe(entry).object_ids(), child]
         return str(sum(place.encoded_length for place in self.store.index.find_many(ids).values())).encode()
+
+    def _stored_as(self, inode: Inode) -> bytes | None:
+        """The recipe of a file that is stored as it is, in hexadecimal."""
+        with self.lock:
+            content = inode.content
+            recipe = inode.child if content is None else content.recipe if content.exact else NO_ID
+        return recipe.hex().encode() if recipe != NO_ID else None
 
     def _version_of(self, inode: Inode) -> Version | None:
         """The version that an inode lies in."""

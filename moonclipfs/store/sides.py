@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+from moonclipfs.errors import CorruptError
 from moonclipfs.formats.layout import Layout, opaque
 from moonclipfs.formats.sniff import parse
 from moonclipfs.store.recipes import Recipe
 from moonclipfs.store.scan import FileSource, Found, scan
 from moonclipfs.store.store import Store
+from moonclipfs.store.target import XATTR_OBJECT
 from moonclipfs.types import BytesSource, Entry, EntryType, Source, Version
 
 
 class SideFile:
-    """One path of a side: a file, or a symlink with its `target`. `recipe` is None for a file on the disk."""
+    """One path of a side: a file, or a symlink with its `target`. `recipe` is None where only the bytes can tell."""
 
     def __init__(
         self,
@@ -79,26 +82,43 @@ def entry_side(store: Store, entry: Entry) -> SideFile:
     )
 
 
-def path_side(path: Path) -> Side:
+RecipeOf = Callable[[Found], Recipe | None]
+"""What is known of the extents of a file on the disk, which then is in a mount."""
+
+
+def path_side(path: Path, recipe_of: RecipeOf = lambda found: None) -> Side:
     """A file or directory on the disk. Raises NotFoundError, PermissionDeniedError, or UsageError for a device."""
     top = scan(path)
     if top.type is not EntryType.DIRECTORY:
-        return Side({top.name: _on_disk(top)}, single=True)
-    return Side(dict(_below(top, b"")))
+        return Side({top.name: _on_disk(top, recipe_of)}, single=True)
+    return Side(dict(_below(top, b"", recipe_of)))
 
 
-def _below(directory: Found, prefix: bytes) -> Iterator[tuple[bytes, SideFile]]:
+def mounted_recipes(store: Store) -> RecipeOf:
+    """What a mount of a store tells of files that it has stored as they are."""
+
+    def recipe_of(found: Found) -> Recipe | None:
+        try:
+            recipe = store.recipe_object(bytes.fromhex(os.getxattr(found.path, XATTR_OBJECT).decode()))
+        except (OSError, ValueError, CorruptError):
+            return None  # changed since it was stored, or stored just now: its bytes tell
+        return recipe if recipe.size == found.size else None
+
+    return recipe_of
+
+
+def _below(directory: Found, prefix: bytes, recipe_of: RecipeOf) -> Iterator[tuple[bytes, SideFile]]:
     for child in directory.children:
         if child.type is EntryType.DIRECTORY:
-            yield from _below(child, prefix + child.name + b"/")
+            yield from _below(child, prefix + child.name + b"/", recipe_of)
         else:
-            yield prefix + child.name, _on_disk(child)
+            yield prefix + child.name, _on_disk(child, recipe_of)
 
 
-def _on_disk(found: Found) -> SideFile:
+def _on_disk(found: Found, recipe_of: RecipeOf) -> SideFile:
     if found.type is not EntryType.FILE:
         return SideFile(found.type, _no_bytes, target=found.target)
-    return SideFile(found.type, partial(FileSource, found))
+    return SideFile(found.type, partial(FileSource, found), recipe=recipe_of(found))
 
 
 def _no_bytes() -> Source:

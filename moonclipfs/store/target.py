@@ -23,8 +23,9 @@ XATTR_STORE = "user.moonclip.store"
 XATTR_SNAPSHOT = "user.moonclip.snapshot"
 XATTR_VERSION = "user.moonclip.version"
 XATTR_DRY_RUN = "user.moonclip.dry_run"
-"""A mount answers the first for every path below it, the second and third only inside a snapshot, and the last where
-nothing that is written is kept."""
+XATTR_OBJECT = "user.moonclip.object"
+"""A mount answers the first for every path below it, the second and third only inside a snapshot, the fourth where
+nothing that is written is kept, and the last, in hexadecimal, for what is stored as it is."""
 OVERLAYS = "@overlays"
 """The directory of overlays at the root of a mount."""
 

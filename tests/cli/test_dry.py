@@ -50,6 +50,7 @@ def dry(environment: dict[str, str], store: Path, *words: object) -> subprocess.
 
 
 def test_what_would_change_is_told_and_nothing_is_kept(environment: dict[str, str], store: Path) -> None:
+    """run --dry-run tells what its command changed, and keeps nothing of it."""
     script = (
         'test "$1" = "$MOONCLIPFS_DRY_RUN" && cd "$1" && ls && rm config.json && echo x > new'
         " && printf y | dd of=model.safetensors bs=1 seek=100000 conv=notrunc 2>/dev/null; exit 5"
@@ -76,7 +77,7 @@ def test_the_whole_store(environment: dict[str, str], store: Path) -> None:
 
 
 def test_nothing_gets_out_of_it_by_accident(environment: dict[str, str], store: Path, tmp_path: Path) -> None:
-    """Seal, flush, add, watch, clone, forget and commit are errors, each of one line that says why."""
+    """Sealing, storing, committing or forgetting something of a dry run is an error that says so."""
     one = [
         ["seal", "DIR"], ["flush", "DIR"], ["add", store, "DIR"], ["watch", "--once", "DIR", store],
         ["overlay", "commit", "DIR"],
@@ -98,7 +99,7 @@ def test_nothing_gets_out_of_it_by_accident(environment: dict[str, str], store: 
 
 
 def test_commit(environment: dict[str, str], filled: Path, tmp_path: Path, run: Run) -> None:
-    """What was asked to be kept becomes a snapshot when the command succeeds, and only then."""
+    """run --dry-run --commit makes a snapshot of what its command left, when that succeeds, and only then."""
     script = 'echo x > "$1/new"'
     report = tmp_path / "report.json"
     words = ("--base", "run1/step-2", "--commit", "--as", "kept", "--report", report)
@@ -141,7 +142,7 @@ def test_options_of_a_dry_run_need_one(run: Run, filled: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["program", "server", pytest.param("command", marks=pytest.mark.slow)])
 def test_killed_at_any_place_nothing_is_left(environment: dict[str, str], store: Path, victim: str) -> None:
-    """kill -9 of `run`, of its server or of the command; Ctrl-C and SIGTERM are below."""
+    """run --dry-run, its server or its command may be killed at any moment: nothing is left of it."""
     script = 'echo x > "$1/new"; head -c 500000 /dev/urandom > "$1/model.safetensors"; echo "$1"; read -r _'
     command = [*PROGRAM, "--dry-run", str(store), "--base", "run1/step-2", "--", "sh", "-c", script, "sh", "{dir}"]
     process = subprocess.Popen(

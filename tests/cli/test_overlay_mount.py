@@ -12,6 +12,7 @@ import pytest
 from moonclipfs.fuse.mount import mount, unmount
 from moonclipfs.fuse.prepare import MountOptions, check_device
 from moonclipfs.layers.overlays import Overlays
+from moonclipfs.store.sides import mounted_recipes, path_side
 from moonclipfs.store.store import Store
 from tests.cli.conftest import Run, safetensors, weights
 
@@ -138,3 +139,16 @@ def test_a_mount_that_only_reads_stands_for_its_store(run: Run, filled: Path, tm
         assert (mounted / "@overlays" / "arm1" / "config.json").exists()
     finally:
         unmount(place)
+
+
+def test_what_an_overlay_has_of_its_base_is_not_read_to_compare_it(run: Run, mounted: Path, filled: Path) -> None:
+    run("overlay", "create", mounted, "arm1", "--base", "run1/step-2")
+    path = mounted / "@overlays" / "arm1"
+    with (path / "config.json").open("ab") as file:
+        file.write(b" ")
+    with Store.open(filled) as store:
+        files = path_side(path, mounted_recipes(store)).files
+        recipe = files[b"model.safetensors"].recipe
+        assert recipe is not None and recipe.size == files[b"model.safetensors"].source.size
+        assert files[b"config.json"].recipe is None
+    assert run("diff", path, f"{filled}:run1/step-2").out.splitlines()[0] == "changed  file config.json"

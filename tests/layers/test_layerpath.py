@@ -62,6 +62,7 @@ def test_names(place: Place) -> None:
 
 
 def test_a_file_is_written_and_read_back(place: Place) -> None:
+    """A path in a layer does what one of pathlib does in a directory, and raises the same errors."""
     path, data = place / "model.bin", os.urandom(300_000)
     assert not path.exists() and not path.is_file() and not path.is_dir()
     assert path.write_bytes(data) == len(data)
@@ -222,7 +223,7 @@ def test_what_only_a_layer_has(layer: LayerPath, tmp_path: Path) -> None:
 
 
 def test_writers_wait_while_staging_is_full(store: Store) -> None:
-    """Of a limit of 1 MiB, 8 MiB go through: who writes waits until something is encoded, and gets no error."""
+    """Who writes without a mount waits while too much is staged, and gets no error."""
     data = os.urandom(1 << 20)
     with Live(store, LiveOptions(seal_after=None, staging_limit=1 << 20)) as live:
         root = LayerPath(live)

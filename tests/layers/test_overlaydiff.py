@@ -10,44 +10,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonclipfs.layers.encoder import Encoder
-from moonclipfs.layers.layer import Fixed, Layer
+from moonclipfs.layers.basing import BaseOf
 from moonclipfs.layers.layerpath import LayerPath
+from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlaydiff import LayerDiff, layer_diff
-from moonclipfs.layers.records import Based
 from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, ObjectId, Version
 from tests.cli.conftest import safetensors
-from tests.layers.publish import MTIME, File, publish
-
-
-class Holder:
-    """A layer over a fixed base, and nothing that works behind it."""
-
-    def __init__(self, layer: Layer) -> None:
-        self.layer = layer
-        self.encoder = Encoder(layer, layer.store.path)
-
-    def make_room(self, length: int, /) -> int:
-        return 0
-
+from tests.layers.filekit import encode
+from tests.layers.overlaykit import create
+from tests.layers.publish import File, publish
 
 Over = Callable[[ObjectId], LayerPath]
 
 
 @pytest.fixture
 def over(store: Store) -> Iterator[Over]:
-    """The root of a layer over a directory object."""
-    made: list[Layer] = []
+    """The root of an overlay on a directory object."""
+    made: list[Overlay] = []
 
     def call(base: ObjectId) -> LayerPath:
-        based = Based(base, 0o750, os.geteuid(), os.getegid(), MTIME, MTIME, (), b"anchor", b"{}")
-        made.append(Layer.open(store, f"overlay.{len(made):016x}", fixed=Fixed(based)))
-        return LayerPath(Holder(made[-1]))
+        made.append(create(store, f"over-{len(made)}", BaseOf(root=base)))
+        return LayerPath(made[-1])
 
     yield call
-    for layer in made:
-        layer.close()
+    for overlay in made:
+        overlay.close()
 
 
 @pytest.fixture
@@ -144,7 +132,7 @@ def test_attributes_and_times(over: Over, base: Version) -> None:
 
 
 def test_a_tensor_that_changed_is_measured(over: Over, base: Version) -> None:
-    """Of 30,000 elements 10 changed by 0.5: while they are staged, and after they were encoded."""
+    """Each tensor is told by how much it changed: count and share of elements, largest and mean change, and norm."""
     root = over(base.root)
     changed = tensors()
     changed["head"][7, :10] += np.float32(0.5)
@@ -153,7 +141,6 @@ def test_a_tensor_that_changed_is_measured(over: Over, base: Version) -> None:
         file.seek(offset + 7 * 400)
         file.write(changed["head"][7, :10].tobytes())
     expected = np.abs(changed["head"].astype("f8") - tensors()["head"].astype("f8"))
-    encoder = root._holder.encoder
     for is_staged in (True, False):
         found = difference(root, base.root).as_json()
         assert found["files"] == [{"path": "model.safetensors", "type": "file", "change": "changed", "attributes": []}]
@@ -166,9 +153,8 @@ def test_a_tensor_that_changed_is_measured(over: Over, base: Version) -> None:
         assert values["mean_abs"] == pytest.approx(expected.mean())
         assert values["norm"] == pytest.approx(np.sqrt((expected**2).sum()))
         if is_staged:
-            encoder.start()
-            encoder.drain()
-            encoder.stop()
+            layer = root._holder.layer
+            encode(layer, *layer.take_jobs(time.monotonic(), urgent=True))
 
 
 def test_tensors_of_a_file_that_was_renamed_are_the_same(over: Over, base: Version) -> None:
@@ -181,6 +167,7 @@ def test_tensors_of_a_file_that_was_renamed_are_the_same(over: Over, base: Versi
 
 
 def test_the_same_bytes_written_again_are_no_change(over: Over, base: Version) -> None:
+    """Bytes that are the same as in the base are no change, however they came there."""
     root = over(base.root)
     with (root / "model.safetensors").open("r+b") as file:
         file.write(safetensors(tensors())[:5000])
@@ -209,7 +196,7 @@ def test_over_nothing_all_is_added(over: Over) -> None:
 
 
 def test_what_is_not_changed_is_not_looked_at(over: Over, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file in one of 200 directories was changed: no other directory is loaded."""
+    """Telling what an overlay changed costs what was changed, not what the base has."""
     version = publish(store, "wide", {f"d{n:03}": {"f": b"%d" % n} for n in range(200)})
     root = over(version.root)
     (root / "d007" / "f").write_bytes(b"changed")

@@ -143,6 +143,7 @@ B: Tree = {"a": "1", "b": "1", "d": {"x": "1", "y": "1"}}
     ],
 )  # fmt: skip
 def test_what_becomes_of_a_path(ours: Tree, theirs: Tree, result: Tree, conflicts: dict[str, Conflict]) -> None:
+    """What one side alone changed is taken; where both changed a file, the overlay's stays and the base's is told."""
     assert rebased(B, ours, theirs) == (result, conflicts)
 
 
@@ -151,6 +152,13 @@ def test_times_alone_are_no_change() -> None:
     assert rebased(B, touched, {"b": "1", "d": B["d"]}) == ({"b": "1", "d": B["d"]}, {})
     assert rebased(B, {"b": "1", "d": B["d"]}, touched) == ({"b": "1", "d": B["d"]}, {})
     assert rebased(B, touched, B | {"a": "t"}) == (B | {"a": "t"}, {})
+
+
+def test_a_removed_directory() -> None:
+    """A directory that the overlay removed stays removed in a rebase, whatever the base put into it."""
+    removed = {"a": "1", "b": "1"}
+    theirs = B | {"d": {**B["d"], "new": "t"}}
+    assert rebased(B, removed, theirs) == (removed, {"d": Conflict.REMOVED_HERE})
 
 
 def test_extended_attributes_are_merged_one_by_one() -> None:
@@ -238,8 +246,7 @@ def linked(paths: dict[str, int], salt: str) -> Tree:
 
 @given(_LINKED, _LINKED, _LINKED)
 def test_hard_links(base: dict[str, int], ours: dict[str, int], theirs: dict[str, int]) -> None:
-    """Names of one group have the same contents, a group has several names, and what is one file on both sides stays
-    one, whatever the numbers of groups."""
+    """Names that are one file on both sides are one after a rebase, and none are that had different contents."""
     trees = Trees()
     roots = [trees.put_tree(linked(paths, salt)) for paths, salt in ((base, "b"), (ours, "o"), (theirs, "t"))]
     result = rebase(trees, *roots)
