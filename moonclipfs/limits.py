@@ -261,8 +261,8 @@ OVERLAY_ENCODER_LINGER_SECONDS = 2.0
 """How long such a process stays when it has nothing to do."""
 OVERLAY_STAGED_BYTES = 256 * MIB
 """An overlay encodes what it has staged when that is more, or when it is told to."""
-OVERLAYS_OPEN = 1024
-"""Overlays that one process has open at a time."""
+OVERLAYS_OPEN = 256
+"""Overlays that one process has open at a time: each takes two descriptors."""
 WIRE_BYTES = 1 * GIB
 """No message between a mount and its encoder process is longer."""
 
