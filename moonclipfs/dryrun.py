@@ -25,6 +25,7 @@ from moonclipfs.fuse.prepare import MountOptions, check_device
 from moonclipfs.layers.layerpath import LayerPath
 from moonclipfs.overlayapi import Overlay, Where
 from moonclipfs.overlayplaces import InMount, InStore, Place, base_spec, place_of
+from moonclipfs.store.alternates import make_private_store
 from moonclipfs.store.target import OVERLAYS
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class DryRun:
         self._mount = mount
         self._overlay: Overlay | None = None
         self._private: _PrivateMount | None = None
+        self._state: tempfile.TemporaryDirectory[str] | None = None
+        """What holds what is written, where the store can only be read."""
         self.version: str | None = None
         """The snapshot that it was committed as at its end, as NAME@N."""
 
@@ -91,6 +94,8 @@ class DryRun:
                 overlay.close()
             if private is not None:
                 private.close()
+            if self._state is not None:
+                self._state.cleanup()
 
     def __enter__(self) -> Path | LayerPath:
         if self._overlay is not None:
@@ -114,8 +119,10 @@ class DryRun:
 
     def _begin(self) -> Overlay:
         found, _ = place_of(self._where)
+        base = base_spec(self._base, found.store)
+        if isinstance(found, InStore) and not os.access(found.store, os.W_OK):
+            found = self._beside(found)
         place: Place = found
-        base = base_spec(self._base, place.store)
         name = dry_run_name(base)
         wanted: dict[str, Any] = {"name": name, "base": base, "quota": self._quota, "ephemeral": True}
         wanted |= {"dry_run": not self._commit, "committable": bool(self._commit)}
@@ -128,6 +135,17 @@ class DryRun:
             place = private
         place.ask("overlay_create", **wanted)
         return Overlay(place, name)
+
+    def _beside(self, place: InStore) -> InStore:
+        """For a store that can only be read: a private store over it, in a temporary directory."""
+        if self._commit:
+            raise UsageError(
+                f"{place.store} can only be read, so nothing can be committed there: keep an overlay in a private "
+                "store, by `moonclipfs overlay create --state DIR`, and commit that --into another store"
+            )
+        self._state = tempfile.TemporaryDirectory(prefix="moonclipfs-")
+        make_private_store(state := Path(self._state.name) / "state", place.store, purpose="dry run").close()
+        return InStore(state)
 
     def _mounted(self, place: InStore) -> _PrivateMount | None:
         """A mount of a store for this dry run; None where that cannot be, unless it was asked for."""
@@ -157,7 +175,8 @@ def dry_run(
 
     It is in the mount that is named, else in one that is made for it, else (in a container without /dev/fuse, or with
     `mount=False`) it is a `LayerPath`, which has the methods of a `pathlib.Path`. With `mount=True` a mount must be
-    possible. `base` is as of `create_overlay`; None is an empty directory. `quota` is in bytes.
+    possible. `base` is as of `create_overlay`; None is an empty directory. `quota` is in bytes. Over a store that can
+    only be read, what is written lies in a private store in the directory for temporary files.
 
     With `commit`, it can be saved to and committed, and is when the block ends without an exception: as the snapshot of
     that name, or of the overlay's. Without, each attempt to keep something of it is an error.
