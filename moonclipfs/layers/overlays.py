@@ -87,18 +87,10 @@ class Overlays:
             self._periodic.stop()
         if self._pool is not None:
             self._pool.shutdown()
-        problems = []
         with self._lock:
-            while self._open:
-                _, overlay = self._open.popitem()
-                try:
-                    if overlay.info.ephemeral:
-                        overlay.discard()
-                    else:
-                        overlay.close()
-                except MoonclipError as error:
-                    problems.append(f"overlay {overlay.name}: {error}")
-        return problems
+            overlays, self._open = list(self._open.values()), {}
+        with ThreadPoolExecutor(limits.SYNC_THREADS, "moonclipfs overlay") as pool:  # the disk syncs many at once
+            return [problem for problem in pool.map(_end, overlays) if problem is not None]
 
     # Looking
 
@@ -315,3 +307,15 @@ class Overlays:
 def _kept(place: str, path: bytes, why: Conflict) -> str:
     """Where a mount shows what the base has at a path; `place` is where it shows the base, if it does."""
     return place + os.fsdecode(path) if place and why is not Conflict.REMOVED_THERE else ""
+
+
+def _end(overlay: Overlay) -> str | None:
+    """Let go of an overlay, or discard it if it is ephemeral; returns what went wrong."""
+    try:
+        if overlay.info.ephemeral:
+            overlay.discard()
+        else:
+            overlay.close()
+    except MoonclipError as error:
+        return f"overlay {overlay.name}: {error}"
+    return None
