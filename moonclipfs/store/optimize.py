@@ -241,7 +241,8 @@ class _Work:
 
 def _deep(table: PackTable, choice: Choice, ids: Iterable[ObjectId]) -> tuple[list[_Task], int]:
     """The objects of `ids` with more than `LINKS` links behind them, in the order of their packs, and the most links
-    of any. What has no chain to its end is left out: `verify` tells of it."""
+    of any. What has no chain to its end is left out: `verify` tells of it. So is what ends in the base store of a
+    private one, which is none of ours to count."""
     bases = table.base_numbers(choice.rows)
     behind = np.where(bases >= 0, bases, np.arange(len(bases)))
     starts = np.where(bases >= 0, table.entries["base_start"][choice.rows].astype(np.int64), 0)
@@ -260,6 +261,7 @@ def _deep(table: PackTable, choice: Choice, ids: Iterable[ObjectId]) -> tuple[li
         _Task(table.location(int(row)), table.location(int(choice.rows[roots[number]])), int(sums[number]))
         for number, row in zip(numbers[order].tolist(), rows[order].tolist(), strict=True)
     ]
+    tasks = [task for task in tasks if task.base.base == NO_ID]
     return tasks, int(depths[wanted].max(initial=0))
 
 

@@ -11,19 +11,20 @@ import pytest
 
 from moonclipfs.errors import CorruptError, NotFoundError, UsageError
 from moonclipfs.store import optimize as module
+from moonclipfs.store.alternates import make_private_store
 from moonclipfs.store.check import verify
 from moonclipfs.store.optimize import newest_of_lines, optimize
 from moonclipfs.store.packs import pack_key
 from moonclipfs.store.store import Store
-from moonclipfs.types import BytesSource
+from moonclipfs.types import Attributes, BytesSource, Entry, EntryType
 from tests.store.kit import contents, noise, packs, publish, series
 
 
-def tensors(values: dict[str, np.ndarray]) -> bytes:
-    """A safetensors file of fp32 tensors."""
+def tensors(values: dict[str, np.ndarray], dtype: str = "F32") -> bytes:
+    """A safetensors file of tensors of one dtype."""
     header, at = {}, 0
     for name, value in values.items():
-        header[name] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]}
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]}
         at += value.nbytes
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + b"".join(value.tobytes() for value in values.values())
@@ -136,6 +137,40 @@ def test_c28_a_flipped_byte_is_found_and_nothing_is_deleted(store: Store) -> Non
     found = verify(store)
     assert found.problems, "the damage is not made to look whole"
     assert contents(store, "run/step-0") == kept["run/step-0"]
+
+
+def test_narrower_copies_get_one_link_too(store: Store) -> None:
+    """A model in bf16 beside its master in fp32, on which it leans as long as that is full."""
+    rng = np.random.default_rng(0)
+    values, kept = rng.standard_normal(20_000).astype(np.float32), {}
+    for number in range(4):
+        narrow = (values.view(np.uint32) >> 16).astype(np.uint16)
+        files = {"a-master": tensors({"w": values}), "model": tensors({"w": narrow}, "BF16")}
+        kept[f"run/{number}"] = files
+        publish(store, f"run/{number}", files)
+        values = values * (1 + rng.standard_normal(20_000).astype(np.float32) * np.float32(1e-5))
+    assert links(store, "run/3") > 1
+    optimize(store)
+    assert links(store, "run/3") == 1 and verify(store).problems == []
+    assert {name: contents(store, name) for name in kept} == kept
+
+
+def test_what_ends_in_the_base_store_of_a_private_one_is_left_alone(store: Store) -> None:
+    kept = line(store, 3)
+    state = store.path.parent / "private"
+    with make_private_store(state, store.path) as private:
+        previous = kept["run/step-2"]["m"]
+        for number, data in enumerate(series(6)[3:], 3):
+            with private.ingest() as ingest:
+                child, size, _ = ingest.put_file(BytesSource(data))
+                entry = Entry(b"m", EntryType.FILE, Attributes(0o644), size, child)
+                ingest.publish(f"run/step-{number}", ingest.put_directory([entry]), {})
+            kept[f"run/step-{number}"] = {"m": data}
+        optimize(private, wait_seconds=0)
+        assert {f"run/step-{number}": contents(private, f"run/step-{number}") for number in (3, 4, 5)} == {
+            name: files for name, files in kept.items() if int(name[-1]) > 2
+        }
+        assert verify(private).problems == [] and previous == contents(store, "run/step-2")["m"]
 
 
 def test_copies_are_proved_before_anything_goes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
