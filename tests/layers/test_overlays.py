@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from moonclipfs.layers.live import Live, LiveOptions
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlays import Overlays
 from moonclipfs.layers.overlayverbs import verbs
+from moonclipfs.layers.room import with_room
 from moonclipfs.layers.unfinished import check_layers
 from moonclipfs.store import overlaydirs
 from moonclipfs.store.check import verify
@@ -259,6 +261,47 @@ def test_commit_and_flush_with_the_real_encoder(store: Store, overlays: Overlays
     other = overlays.create("two", "result")
     assert tree(other.layer) == tree(overlay.layer) and overlay.status()["encoder"] == {}
     assert verify(store).problems == [] and version.number == 1
+
+
+def test_a_full_staging_area_is_emptied_while_a_file_is_written(store: Store, overlays: Overlays) -> None:
+    """Who writes more than may be staged waits until some of it is encoded, also of the file that is open."""
+    overlay = overlays.create("one", "base")
+    overlay.layer.staging.limit = 2_000_000
+    data, inode = os.urandom(6_000_000), put(overlay.layer, "f", b"")
+    file = overlay.layer.open_file(inode, write=True)
+    for offset in range(0, len(data), 500_000):
+        part = data[offset : offset + 500_000]
+        with_room(overlay, partial(file.write, offset, part, 5), len(part))
+        assert overlay.layer.staging.used <= 2_500_000
+    file.close()
+    assert read_all(overlay.layer, inode) == data and overlay.used == len(data)
+
+
+def test_many_work_at_once(store: Store, overlays: Overlays, local: None) -> None:
+    """Overlays are written, committed, renamed and stacked by several threads at a time."""
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            overlay = overlays.create(f"n{number}", "base")
+            for round_ in range(5):
+                put(overlay.layer, "d/own", b"%d %d" % (number, round_))
+                version = overlay.commit(f"result/{number}")
+                assert version.number == round_ + 1
+                child = overlays.create(f"child{number}", f"@overlays/n{number}")
+                assert tree(child.layer)["d/own"] == b"%d %d" % (number, round_)
+                overlays.rename(f"child{number}", f"kid{number}")
+                overlays.discard(f"kid{number}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and overlays.names() == ["n0", "n1", "n2", "n3"]
+    assert verify(store).problems == []
 
 
 def test_discarding_while_it_is_encoded(store: Store, overlays: Overlays) -> None:
