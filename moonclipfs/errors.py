@@ -33,6 +33,12 @@ class NotFoundError(MoonclipError):
     errno = errno.ENOENT
 
 
+class StaleError(NotFoundError):
+    """What was found before is something else by now: whoever looks again finds that."""
+
+    errno = errno.ESTALE
+
+
 class ExistsError(MoonclipError):
     """A name that must be new is taken."""
 

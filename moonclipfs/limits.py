@@ -135,6 +135,8 @@ KERNEL_READ_AHEAD_KIB = 1024
 """The kernel's own read-ahead on a mount: its longest request."""
 NAME_TIMEOUT_SECONDS = 0.5
 """How long the kernel may believe a name that a publish or a forget can change."""
+EXPERT_TIMEOUT_SECONDS = 10.0
+"""The same for an expert of an overlay: the kernel is told when the files that hold it change, but for odd ways."""
 CONTENT_TIMEOUT_SECONDS = 3600.0
 """The same for what lies inside a snapshot; where that changes after all, the kernel is told."""
 LISTING_BATCH = 128

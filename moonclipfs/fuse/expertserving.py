@@ -1,19 +1,19 @@
 """`@experts/@overlays` of a mount: the experts of its overlays, which can be written to.
 
-Each overlay that is looked at there is served once more, as the tree of its experts. Nothing of that is believed by the
-kernel for long: what stands at a name follows from the contents of other files.
+Each overlay that is looked at there is served once more, as the tree of its experts. What stands at a name
+there follows from the contents of other files: where these change, the kernel is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NoReturn, Protocol, cast
 
 from moonclipfs import limits
 from moonclipfs.errors import NotPermittedError
 from moonclipfs.fuse.overlaydir import OVERLAYS_NAME, OVERLAYS_NUMBER, OverlayNames, ServedNames
 from moonclipfs.fuse.served import Served
-from moonclipfs.layers.expertinodes import mirror_number
+from moonclipfs.layers.expertinodes import ExpertInode, mirror_number
 from moonclipfs.layers.inodes import Inode, root_number
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.live import Live
@@ -56,9 +56,22 @@ class ServedExperts(Served):
         self.place = Area.EXPERTS.value + b"/" + self._overlay.place
         return super().place_of(inode)
 
-    def stale(self, inode: Inode) -> Collection[int]:
+    @property
+    def attribute_seconds(self) -> float:
+        """How long the kernel may believe what stat said."""
+        return limits.EXPERT_TIMEOUT_SECONDS
+
+    def seconds(self, inode: Inode) -> float:
+        """Experts for a while, and directories for a moment. What was renamed over an expert has to be looked up again:
+        the kernel takes its name along.
+        """
+        if not isinstance(inode, ExpertInode):
+            return 0.0
+        return limits.NAME_TIMEOUT_SECONDS if inode.expert is None else limits.EXPERT_TIMEOUT_SECONDS
+
+    def beside(self, inode: Inode, span: tuple[int, int] | None = None) -> tuple[list[tuple[int, bytes]], list[int]]:
         """The files of the overlay that have the bytes which were changed through an expert."""
-        return self.experts.holding(inode)
+        return [], list(self.experts.holding(inode))
 
 
 class ServingOverlays(Protocol):
@@ -86,9 +99,14 @@ class ServedWithExperts(Served):
             self.experts = ServedExperts(self, tables)
         return self.experts
 
-    def stale(self, inode: Inode) -> Collection[int]:
-        """The experts that the kernel knows, and that show bytes of a file which was changed."""
-        return () if self.experts is None else self.experts.experts.showing(inode)
+    def beside(self, inode: Inode, span: tuple[int, int] | None = None) -> tuple[list[tuple[int, bytes]], list[int]]:
+        """The experts that the kernel knows, and their names where these may mean others."""
+        if self.experts is None:
+            return [], []
+        tree = self.experts.experts
+        found, renamed = tree.depending(inode, span)
+        links = [link for expert in found for link in tree.links(expert)] if renamed else []
+        return [(directory.number, name) for directory, name in links], [expert.number for expert in found]
 
 
 class ExpertsOfOverlays:

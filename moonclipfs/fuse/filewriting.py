@@ -220,14 +220,16 @@ class FileOperations(Operations):
             written = await self._write(handle.served, write, len(buf))
         except LimitError as error:
             raise FUSEError(errno.EFBIG) from error  # past the longest file
-        await self.refresh_others(handle.served, handle.inode)
+        await self.refresh_others(handle.served, handle.inode, (off, off + written))
         return written
 
-    async def refresh_others(self, served: Served, inode: Inode) -> None:
-        """Make the kernel forget what it knows of other files that show what was just changed."""
-        stale = [number for number in served.stale(inode) if number in self.layers.known]
-        if stale:
-            await trio.to_thread.run_sync(invalidate, (), stale, limiter=self._threads)
+    async def refresh_others(self, served: Served, inode: Inode, span: tuple[int, int] | None = None) -> None:
+        """Make the kernel forget what it knows of others that depend on what was just changed; see `Served.beside`."""
+        names, files = served.beside(inode, span)
+        names = [(number, name) for number, name in names if number in self.layers.known]
+        files = [number for number in files if number in self.layers.known]
+        if names or files:
+            await trio.to_thread.run_sync(invalidate, names, files, limiter=self._threads)
 
     async def _write(self, served: Served, write: Callable[[], int], length: int) -> int:
         """At once when that is likely to be quick, else on a thread."""
@@ -339,7 +341,7 @@ class FileOperations(Operations):
         }
         if any(value is not None for value in changes.values()):
             await self.change(served, served.layer.set_attributes, found, now_ns=now, **changes)
-        return self.attributes_of(found, await self._ask(served.layer.stat, found), served.name_seconds)
+        return self.attributes_of(found, await self._ask(served.layer.stat, found), served.attribute_seconds)
 
     async def _truncate(self, inode: Inode, served: Served, size: int, ctx: RequestContext) -> None:
         now, privileged = self.clock.now_ns(), _is_privileged(ctx)

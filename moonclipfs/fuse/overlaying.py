@@ -18,7 +18,12 @@ import trio
 from moonclipfs import limits
 from moonclipfs.errors import BusyError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.fuse.control import Verb
-from moonclipfs.fuse.expertserving import ExpertsOfOverlays, ServedExpertNames, ServedWithExperts
+from moonclipfs.fuse.expertserving import (
+    EXPERTS_OVERLAYS_NUMBER,
+    ExpertsOfOverlays,
+    ServedExpertNames,
+    ServedWithExperts,
+)
 from moonclipfs.fuse.filewriting import FileOperations
 from moonclipfs.fuse.overlaydir import OVERLAYS_NAME, OVERLAYS_NUMBER, ServedNames
 from moonclipfs.fuse.refresh import invalidate
@@ -235,7 +240,8 @@ class MountedOverlays:
             changed, self._changed = self._changed, set()
             below = [self.by_name[name] for name in map(os.fsencode, changed) if name in self.by_name]
         names, files = self._on_loop(self._known, below)
-        names += [(OVERLAYS_NUMBER, os.fsencode(name)) for name in changed]
+        for number in (OVERLAYS_NUMBER, EXPERTS_OVERLAYS_NUMBER):
+            names += [(number, os.fsencode(name)) for name in changed]
         if names or files:
             invalidate(names, files)
 

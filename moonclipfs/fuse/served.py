@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from pyfuse3 import FUSEError
 
@@ -62,11 +62,16 @@ class Served:
         """The layer of an inode that was found in a directory of this one."""
         return self
 
-    def stale(self, inode: Inode) -> Collection[int]:
-        """The numbers of other files that show the bytes which were just changed in a file, or by names in a directory:
-        what the kernel knows of these is right no more.
+    def seconds(self, inode: Inode) -> float:
+        """How long the kernel may believe the name of an inode, and its attributes as they were looked up with it."""
+        return self.name_seconds
+
+    def beside(self, inode: Inode, span: tuple[int, int] | None = None) -> tuple[list[tuple[int, bytes]], list[int]]:
+        """What depends on the bytes of a file in a range from one offset to another, on all of it, or on the names in a
+        directory: names, each with the number of its directory, and numbers of files. After a change, what the kernel
+        knows of these is right no more.
         """
-        return ()
+        return [], []
 
     def links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
         """(directory, name) of every name of an inode of the layer."""

@@ -92,7 +92,7 @@ class LiveOperations(FileOperations):
         if inode.number not in self.layers.known and len(self.layers.known) >= limits.NODES:
             raise TooManyOpenError(f"the kernel knows {limits.NODES} names already")
         self.layers.remember(inode, served)
-        return self.attributes_of(inode, status, served.name_seconds if timeout is None else timeout)
+        return self.attributes_of(inode, status, served.seconds(inode) if timeout is None else timeout)
 
     async def forget(self, inode_list: Sequence[tuple[Number, int]]) -> None:
         """Drop what the kernel has forgotten. There is no answer to give, so nothing may be raised at all."""
@@ -321,6 +321,7 @@ class LiveOperations(FileOperations):
         """Remove a name of a file; what is open stays readable."""
         directory, served = self._writable(parent_inode, name)
         await self.change(served, served.layer.unlink, directory, name, self.clock.now_ns())
+        await self.refresh_others(served, directory)
 
     @answers
     async def rmdir(self, parent_inode: Number, name: Name, ctx: RequestContext) -> None:
@@ -348,7 +349,8 @@ class LiveOperations(FileOperations):
         options = {"replace": flags != _NOREPLACE, "exchange": flags == _EXCHANGE}
         now = self.clock.now_ns()
         await self.change(served, served.layer.rename, before, name_old, after, name_new, now, **options)
-        await self.refresh_others(served, after)
+        for directory in {before, after}:
+            await self.refresh_others(served, directory)
 
     def _writable(self, parent: Number, name: Name) -> tuple[Inode, Served]:
         """The directory in which a name is to be changed, and its layer."""

@@ -21,12 +21,14 @@ from moonclipfs.errors import (
     ExistsError,
     NotFoundError,
     NotPermittedError,
+    StaleError,
     TooManyOpenError,
     UsageError,
 )
 from moonclipfs.layers.expertfiles import ExpertFile, open_expert, replace_expert
 from moonclipfs.layers.expertinodes import ExpertInode, Kind, directory_of, mirror_number, status_of
 from moonclipfs.layers.experts import is_own_file
+from moonclipfs.layers.expertsknown import KnownExperts
 from moonclipfs.layers.experttables import Expert, LiveTable, read_table
 from moonclipfs.layers.files import OpenFile
 from moonclipfs.layers.inodes import Inode, inode_number
@@ -59,8 +61,7 @@ class OverlayExperts:
         self._temporary: dict[tuple[int, bytes], Inode] = {}
         """Files that were made here, by the number of their directory and their name. They have no name in the layer,
         and are kept by a handle that is counted for each."""
-        self._shown: dict[int, dict[int, ExpertInode]] = {}
-        """The experts that the kernel knows, by number of a file that holds their bytes, and their own number."""
+        self._known = KnownExperts()
         self.root: Inode = self._mirror(layer.root)
 
     # Looking
@@ -177,7 +178,7 @@ class OverlayExperts:
     def open_file(
         self, inode: Inode, *, write: bool, privileged: bool = False, wait: bool = True
     ) -> OpenFile | ExpertFile:
-        """Open a file. Raises NotFoundError for an expert that is not there any more, NotPermittedError to write to one
+        """Open a file. Raises StaleError for an expert that is not there any more, NotPermittedError to write to one
         whose format has checksums, and as `Layer.open_file`.
         """
         if not isinstance(inode, ExpertInode):
@@ -328,8 +329,8 @@ class OverlayExperts:
             return
         with self.lock:
             inode.lookups += 1
-            for source in inode.expert.sources.values() if inode.expert is not None else ():
-                self._shown.setdefault(source.inode.number, {})[inode.number] = inode
+            if inode.expert is not None:
+                self._known.add(inode)
 
     def forget(self, inode: Inode, count: int) -> None:
         """Note that the kernel forgot `count` mentions of an inode."""
@@ -338,21 +339,19 @@ class OverlayExperts:
             return
         with self.lock:
             inode.lookups -= count
-            if inode.lookups > 0 or inode.expert is None:
-                return
-            for source in inode.expert.sources.values():
-                shown = self._shown.get(source.inode.number, {})
-                shown.pop(inode.number, None)
-                if not shown:
-                    self._shown.pop(source.inode.number, None)
+            if inode.lookups <= 0 and inode.expert is not None:
+                self._known.drop(inode)
 
-    def showing(self, inode: Inode) -> Collection[int]:
-        """The numbers of the experts that the kernel knows and that have bytes in a file of the layer."""
-        shown = self._shown.get(inode.number)
-        if not shown:
-            return ()
+    def depending(self, inode: Inode, span: tuple[int, int] | None) -> tuple[list[ExpertInode], bool]:
+        """The experts that the kernel knows and that depend on a file of the layer, on a range of it, or on names in a
+        directory; and whether they may be others when that has changed.
+        """
+        if not self._known:
+            return [], False
         with self.lock:
-            return tuple(shown)
+            if inode.is_directory:
+                return self._known.of_directory(inode.number), True
+            return self._known.of_file(inode.number, span)
 
     def links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
         """(directory, name) of the name of an inode of this tree, as far as the directory is in memory."""
@@ -405,12 +404,12 @@ class OverlayExperts:
         return table
 
     def _current(self, inode: ExpertInode, wait: bool) -> Expert:
-        """What an expert is now. Raises NotFoundError when there is none any more, or another one."""
+        """What an expert is now. Raises StaleError when there is none any more, or another one."""
         expert = self._table(inode.real, wait).layers.get(inode.layer, {}).get(inode.name)
         if inode.expert is None:
             raise DirectoryError(f"{inode} is a directory")
         if expert is None or self._expert_number(inode, inode.name, expert) != inode.number:
-            raise NotFoundError(f"{os.fsdecode(inode.name)}: the files that hold it have changed")
+            raise StaleError(f"{os.fsdecode(inode.name)}: the files that hold it have changed")
         return expert
 
     def _mirror(self, real: Inode) -> ExpertInode:

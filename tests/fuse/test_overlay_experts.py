@@ -69,6 +69,12 @@ def errno_of(call: Callable[[], object]) -> int:
     return caught.value.errno or 0
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file in place, without cutting it off first."""
+    with open(path, "r+b") as file:
+        file.write(data)
+
+
 @pytest.fixture
 def place(store: Store, mounter: Mounter) -> Iterator[Place]:
     publish(store, "run/ckpt", {**shards(ARRAYS), "config.json": b"{}"})
@@ -269,7 +275,14 @@ def test_a_large_file_that_is_replaced_takes_its_experts_along(place: Place) -> 
             os.rename(place.overlay / ".new", place.overlay / name)
         assert same(load_file(place.expert), {name: array * 2 for name, array in WANTED.items()})
         assert os.stat(place.expert).st_ino != number
+        assert place.layer.joinpath("e00001.safetensors").exists()
         assert same(load(held.read()), WANTED)
+    write_whole(place.overlay / FIRST, b"\0" * 64)  # no head any more
+    assert load_file(place.expert).keys() == {"w2.weight"}
+    write_whole(place.overlay / FIRST, shards(ARRAYS)[FIRST])
+    assert len(load_file(place.expert)) == 3
+    os.truncate(place.overlay / FIRST, 5000)
+    assert errno_of(lambda: os.stat(place.expert)) == errno.ENOENT
     os.unlink(place.overlay / FIRST)
     os.unlink(place.overlay / SECOND)
     assert os.listdir(place.experts) == []

@@ -619,17 +619,29 @@ def test_the_kernel_is_told_of_what_shows_the_same_bytes(overlay: Overlay, exper
     first, second = (overlay.layer.resolve(name.encode()) for name in (FIRST, SECOND))
     expert, layer = at(experts, EXPERT), at(experts, "L001")
     assert set(experts.holding(expert)) == {first.number, second.number}
-    assert list(experts.showing(first)) == []
-    experts.remember(expert)
-    experts.remember(expert)
-    assert list(experts.showing(first)) == list(experts.showing(second)) == [expert.number]
+    assert experts.depending(first, None) == ([], False)
+    other = at(experts, "L001/e00001.safetensors")
+    for known in (expert, expert, other):
+        experts.remember(known)
+    place = read_all(overlay, FIRST).index(ARRAYS[PART + "w1.weight"].tobytes())
+    end = place + ARRAYS[PART + "w1.weight"].nbytes
+    assert experts.depending(first, (place, place + 1)) == experts.depending(first, (end - 1, end)) == ([expert], False)
+    assert experts.depending(first, (place - 1, place)) != ([expert], False)
+    assert experts.depending(first, (0, 1)) == ([expert, other], True)
+    assert experts.depending(second, None) == ([expert, other], True)
+    assert experts.depending(overlay.layer.root, None) == ([expert, other], True)
+    whole = experts.depending(first, (2000, 10**9))
+    assert {inode.number for inode in whole[0]} == {expert.number, other.number} and not whole[1]
+    assert experts.links(expert) == [(layer, b"e00002.safetensors")]
+    assert experts.links(layer) == [(experts.root, b"L001")]
     replace(experts, save(changed()))
     assert set(experts.holding(layer)) == {first.number, second.number, expert.number}
     assert not experts.holding(layer)
     experts.forget(expert, 1)
-    assert list(experts.showing(first)) == [expert.number]
+    assert experts.depending(second, None) == ([expert, other], True)
     experts.forget(expert, 1)
-    assert not experts.showing(first) and not experts._shown
+    experts.forget(other, 1)
+    assert experts.depending(second, None) == ([], False) and not experts._known
 
 
 # All of it together
