@@ -84,6 +84,11 @@ class CheckpointManager:
                 "sync_every_n_saves": further["sync_every_n_saves"],
             }
         )
+        if self.world_size > 1:
+            raise RuntimeError(
+                f"this is rank {self.rank} of {self.world_size} that share one store, which is not done through this "
+                "class: give each rank a store of its own (world_size=1, rank=0), or use moonclipfs.CheckpointManager"
+            )
         with _as_moonclip():
             check_place(self._root, further)
             self._manager = Manager(

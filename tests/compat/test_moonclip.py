@@ -267,6 +267,9 @@ def test_the_topology_has_to_be_said_under_a_launcher(tmp_path: Path, monkeypatc
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ValueError, match="rank 1 of 4"):
         CheckpointManager(str(tmp_path / "c"))
+    for topology in ({"world_size": "auto", "rank": "auto"}, {"world_size": 4, "rank": 1}):
+        with pytest.raises(RuntimeError, match="rank 1 of 4 that share one store"):
+            CheckpointManager(str(tmp_path / "c"), **topology)
     manager = CheckpointManager(str(tmp_path / "c"), world_size=1, rank=0)
     assert (manager.world_size, manager.rank) == (1, 0)
 
