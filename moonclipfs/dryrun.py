@@ -13,7 +13,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ from moonclipfs.fuse.prepare import MountOptions, check_device
 from moonclipfs.layers.layerpath import LayerPath
 from moonclipfs.overlayapi import Overlay, Where
 from moonclipfs.overlayplaces import InMount, InStore, Place, base_spec, place_of
-from moonclipfs.store.alternates import make_private_store
+from moonclipfs.store.alternates import temporary_private_store
 from moonclipfs.store.target import OVERLAYS
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class DryRun:
         self._mount = mount
         self._overlay: Overlay | None = None
         self._private: _PrivateMount | None = None
-        self._state: tempfile.TemporaryDirectory[str] | None = None
-        """What holds what is written, where the store can only be read."""
+        self._state = ExitStack()
+        """Takes away what holds what is written, where the store can only be read."""
         self.version: str | None = None
         """The snapshot that it was committed as at its end, as NAME@N."""
 
@@ -94,8 +94,7 @@ class DryRun:
                 overlay.close()
             if private is not None:
                 private.close()
-            if self._state is not None:
-                self._state.cleanup()
+            self._state.close()
 
     def __enter__(self) -> Path | LayerPath:
         if self._overlay is not None:
@@ -143,9 +142,7 @@ class DryRun:
                 f"{place.store} can only be read, so nothing can be committed there: keep an overlay in a private "
                 "store, by `moonclipfs overlay create --state DIR`, and commit that --into another store"
             )
-        self._state = tempfile.TemporaryDirectory(prefix="moonclipfs-")
-        make_private_store(state := Path(self._state.name) / "state", place.store, purpose="dry run").close()
-        return InStore(state)
+        return InStore(self._state.enter_context(temporary_private_store(place.store, purpose="dry run")))
 
     def _mounted(self, place: InStore) -> _PrivateMount | None:
         """A mount of a store for this dry run; None where that cannot be, unless it was asked for."""

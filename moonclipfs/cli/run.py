@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from moonclipfs.errors import MountError, UsageError
 from moonclipfs.fuse.attached import SIGNALS, AttachedMount
 from moonclipfs.fuse.namespace import Isolation, adopt_orphans
 from moonclipfs.overlayplaces import base_spec
+from moonclipfs.store.alternates import temporary_private_store
 
 _COMMAND = f"{__name__}.command"
 _SI_KERNEL = 0x80
@@ -105,13 +106,17 @@ def command(
     dry = None
     if dry_run:
         spec = base_spec(base, Path(path)) or None
-        dry = DryRunOptions(spec, quota, commit, as_name, None if report is None else os.path.abspath(report))
+        told = None if report is None else os.path.abspath(report)
+        dry = DryRunOptions(spec, quota, commit, as_name, told, os.path.isdir(path) and not os.access(path, os.W_OK))
         dry.check()
     elif base or quota or commit or as_name or report:
         raise UsageError("--base, --quota, --commit, --as and --report are for a --dry-run")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS | {signal.SIGCHLD})
     try:
-        with _directory(at) as place:
+        with ExitStack() as stack:
+            place = stack.enter_context(_directory(at))
+            if dry is not None and dry.read_only:
+                path = os.fspath(stack.enter_context(temporary_private_store(path, purpose="dry run")))
             try:
                 mount = AttachedMount(path, place, options, cancelled=_told_to_end)
             except InterruptedError:

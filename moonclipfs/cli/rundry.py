@@ -36,6 +36,8 @@ class DryRunOptions:
     commit: bool = False
     name: str | None = None
     report: str | None = None
+    read_only: bool = False
+    """Whether the store can only be read: then nothing can be committed."""
 
     def check(self) -> None:
         """Raise UsageError for what does not go together."""
@@ -43,6 +45,11 @@ class DryRunOptions:
             raise UsageError(f"{self.base} of a mount cannot be the base of another: seal it, and name the snapshot")
         if self.base is None and (self.commit or self.quota is not None):
             raise UsageError(f"--{'commit' if self.commit else 'quota'} is for one overlay: name its --base")
+        if self.read_only and (self.commit or self.base is None):
+            raise UsageError(
+                "the store can only be read: a dry run needs a --base, and what is to be kept an overlay, by "
+                "`moonclipfs overlay create --state DIR`"
+            )
         if self.name is not None:
             if not self.commit:
                 raise UsageError("--as names what --commit makes: give both")
@@ -109,6 +116,9 @@ class DryRunOf:
     def _offer(self, found: Mapping[str, Any], say: Callable[[str], None]) -> int:
         """On a terminal, ask whether to keep what was changed."""
         if not found["different"] or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return 0
+        if self._options.read_only:
+            say("nothing of this is kept: the store can only be read")
             return 0
         if self._options.base is None:
             say("nothing of this is kept; with --base SNAPSHOT it could be")

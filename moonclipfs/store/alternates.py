@@ -8,8 +8,9 @@ then, and reported with the name of both. To keep something for good it is copie
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from moonclipfs import limits
@@ -46,6 +47,17 @@ def make_private_store(state: str | os.PathLike[str], base: str | os.PathLike[st
         _require_base(here, found.alternate, there, wanted.store_id)
         move_alternate(LocalBackend(here, shared=found.shared), str(there))
     return Store.open(here, write=True, purpose=purpose)
+
+
+@contextmanager
+def temporary_private_store(base: str | os.PathLike[str], *, purpose: str = "") -> Iterator[Path]:
+    """A private store over `base` in the directory for temporary files, gone after the block: for what is not to be
+    kept of work over a store that can only be read. Raises as `make_private_store`.
+    """
+    with tempfile.TemporaryDirectory(prefix="moonclipfs-") as directory:
+        state = Path(directory) / "state"
+        make_private_store(state, base, purpose=purpose).close()
+        yield state
 
 
 def _require_base(here: Path, alternate: Alternate | None, there: Path, wanted: str) -> None:
