@@ -17,6 +17,7 @@ from moonclipfs.store import packfile
 from moonclipfs.store.layerdirs import LayerRoots, layer_names
 from moonclipfs.store.log import Names
 from moonclipfs.store.objectcheck import ObjectCheck, has_gone
+from moonclipfs.store.overlaydirs import layer_title
 from moonclipfs.store.packs import pack_key
 from moonclipfs.store.problems import Problem, ProblemKind, VerifyReport
 from moonclipfs.store.reachable import Footers, PackTable
@@ -83,11 +84,11 @@ def _verify(store: Store, quick: bool, contents: bool, progress: Callable[[int, 
 
 def _read_layer(store: Store, layer: str, tops: list[Top]) -> Iterator[Problem]:
     """Add to `tops` what the journal of a layer names."""
+    name = layer_title(store.path, layer)
     try:
         for kind, object_id in set(LayerRoots(store.path).more_of(layer)):
-            tops.append(Top(f"layer {layer}", kind, object_id))
+            tops.append(Top(name, kind, object_id))
     except MoonclipError as error:
-        name = f"layer {layer}"
         message = f"{error}; what it needs cannot be told, and gc deletes nothing"
         yield Problem(ProblemKind.LAYER, name, message, [name + "/"])
 

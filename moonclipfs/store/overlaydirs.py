@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, CorruptError, ExistsError, NotFoundError, UsageError
+from moonclipfs.errors import BusyError, CorruptError, ExistsError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.store import ofd
 from moonclipfs.store.backend import LocalBackend, mode_of_files, os_errors
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
@@ -134,6 +134,16 @@ def find_overlay(root: Path, name: str) -> OverlayInfo:
 def is_over(root: Path, info: OverlayInfo) -> bool:
     """Whether an ephemeral overlay belongs to nobody any more: the next `sweep` clears it away."""
     return info.ephemeral and layer_holder(Path(root) / LAYERS / info.layer) is None
+
+
+def layer_title(root: Path, layer: str) -> str:
+    """What a layer directory is called for people: by the name of its overlay, if it has one."""
+    if is_overlay_layer(layer):
+        for name in overlay_names(root):
+            with suppress(MoonclipError):  # damaged, or discarded meanwhile
+                if _read(root, name).layer == layer:
+                    return f"overlay {name}"
+    return f"layer {layer}"
 
 
 def pinned_versions(root: Path, names: Names) -> Mapping[tuple[str, int], list[str]]:

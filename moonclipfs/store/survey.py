@@ -9,6 +9,7 @@ from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store.families import Family, families
 from moonclipfs.store.layerdirs import LayerRoots
 from moonclipfs.store.log import Names
+from moonclipfs.store.overlaydirs import layer_title
 from moonclipfs.store.reachable import Choice, Closure, Footers, Needed, PackTable
 from moonclipfs.store.store import Store
 from moonclipfs.store.treecheck import Top, affected_files, top_of
@@ -75,7 +76,8 @@ class Survey:
             try:
                 self.only_layers.add(self._store, kind, object_id)
             except CorruptError as error:
-                raise type(error)(f"layer {layer}: {error}; what it needs is not known, {_RESTORE}") from error
+                title = layer_title(self._store.path, layer)
+                raise type(error)(f"{title}: {error}; what it needs is not known, {_RESTORE}") from error
             self._roots[kind, object_id] = self._unmarked.pop((kind, object_id))
 
     def ids(self) -> Iterator[ObjectId]:
@@ -137,7 +139,8 @@ class Survey:
         )
 
     def _require_layers(self, lost: set[ObjectId], missing: Sequence[ObjectId]) -> None:
-        tops = [Top(f"layer {layer}", kind, object_id) for (kind, object_id), layer in self._roots.items()]
+        titles = {layer: layer_title(self._store.path, layer) for layer in set(self._roots.values())}
+        tops = [Top(titles[layer], kind, object_id) for (kind, object_id), layer in self._roots.items()]
         for object_id, name in affected_files(self._store, tops, lost):
             gone = object_id if object_id in missing else missing[0]
             raise MissingObjectError(f"{name}: it needs object {gone.hex()}, which is in no pack, {_RESTORE}")

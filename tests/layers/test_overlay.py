@@ -15,6 +15,7 @@ from moonclipfs.layers import records
 from moonclipfs.layers.inodes import ROOT_NUMBER, Inode
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.overlay import Overlay
+from moonclipfs.store.check import verify
 from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
 from moonclipfs.types import Entry, EntryType
@@ -373,6 +374,10 @@ def test_a_lower_that_vanished_is_reported(store: Store, tmp_path: Path) -> None
             with pytest.raises(CorruptError):
                 look()
         overlay.close()
+        damaged.log.forget([("base", 1), ("gone", 1)])
+        with pytest.raises(CorruptError, match=r"overlay x: .*nothing is deleted"):
+            collect(damaged)
+        assert "overlay x" in str(verify(damaged).problems)
 
 
 def test_a_removed_directory_of_the_base_is_not_empty_before_it_is(overlay: Overlay) -> None:
