@@ -1,7 +1,7 @@
 """Which stored object a new one is predicted by: the same tensor earlier in its line, one of its name, or one alike.
 
 A line of deltas each against the one before would be cheapest and unreadable; a star of deltas against one anchor is
-the opposite. Here object number `generation` after a full one gets the depth that `_DEPTHS` says, against the nearest
+the opposite. Here object number `generation` after a full one gets the depth that an `Effort` says, against the nearest
 earlier one of less depth: chains stay within `limits.CHAIN_DEPTH`, and most deltas span one or two steps.
 """
 
@@ -24,23 +24,37 @@ from moonclipfs.store.packs import Location
 from moonclipfs.store.recipes import Recipe
 from moonclipfs.types import NO_ID, Buffer, DType, ObjectId
 
-_DEPTHS = (1, 2, 3, 2, 3, 3)
-"""Depth of the 1st, 2nd, ... object after a full one; it begins anew after the last. Cost grows with the logarithm of
-the distance in measured lines, and for lines of 4 to 100 this comes within 2 % of the best tree of three levels."""
-_GENERATIONS = 42 * len(_DEPTHS)
-"""Generations are counted up to this, which a byte holds, and then from 1 again."""
+_GENERATIONS = 252
+"""Generations are counted up to this, which a byte holds, and then from 1 again: a multiple of the length of all
+`Effort.depths`.
+"""
 _MASTER_DEPTH = 2
 """Depth at most of a tensor of which narrower copies are kept: those are one link deeper, and cost almost nothing."""
 _MOST = 4
 """Candidates that are compared by a sample."""
 _ALIKE = 20
 """Places of a sketch that agree, of 32, in tensors that are worth a look. Unrelated ones agree in 2 to 9."""
-_WORTH = 0.98
-"""A delta must beat this share of the full encoding of a sample to be tried."""
 _ROUNDED = 2
 """Places of a sketch that may differ between a master and its narrower copy."""
 _SAME_LABEL_LIMIT = 8
 _SAME_SIZE_LIMIT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What time is spent on. `depths` are those of the 1st, 2nd, ... object after a full one, begun anew after the
+    last; a delta must beat the share `worth` of the full encoding of a sample to be tried.
+    """
+
+    depths: tuple[int, ...]
+    worth: float
+
+
+THOROUGH = Effort((1, 2, 3, 2, 3, 3), 0.98)
+"""Cost grows with the logarithm of the distance in measured lines, and for lines of 4 to 100 this comes within 2 % of
+the best tree of three levels."""
+QUICK = Effort((1, 2, 2), 0.95)
+"""Where somebody waits: a link less to read, and to decode when the next one is stored, for 1 to 2 % more bytes."""
 
 
 class Known(Protocol):
@@ -103,7 +117,9 @@ class Line:
         return None
 
 
-def candidates(known: Known, piece: Piece, sketch: bytes, line: tuple[ObjectId, int] | None) -> list[Candidate]:
+def candidates(
+    known: Known, piece: Piece, sketch: bytes, line: tuple[ObjectId, int] | None, effort: Effort = THOROUGH
+) -> list[Candidate]:
     """Return bases that may serve, one of the own dtype at most: from the line, by label, by sketch."""
     if sketch == NO_SKETCH:
         return []
@@ -119,14 +135,19 @@ def candidates(known: Known, piece: Piece, sketch: bytes, line: tuple[ObjectId, 
     for location in sorted(found, key=lambda one: -one.dtype.width)[:_MOST]:
         start = line[1] if line is not None and location is before else 0
         wider = location.dtype.width > width
-        candidate = _climb(known, location, start, _depth_after(location, wider=wider, has_copies=has_copies))
+        depth = _depth_after(location, effort, wider=wider, has_copies=has_copies)
+        candidate = _climb(known, location, start, depth)
         if candidate is not None and can_predict(piece.dtype, candidate.location.dtype):
             options.append(candidate)
     return options
 
 
 def pick(
-    options: Sequence[Candidate], raw: Buffer, dtype: DType, read: Callable[[Candidate, int, int], Buffer]
+    options: Sequence[Candidate],
+    raw: Buffer,
+    dtype: DType,
+    read: Callable[[Candidate, int, int], Buffer],
+    effort: Effort = THOROUGH,
 ) -> Candidate | None:
     """Return the candidate that predicts a sample of `raw` best, or None when none seems to beat no base at all.
 
@@ -136,10 +157,12 @@ def pick(
     elements = len(view) // dtype.width
     if not options or (len(options) == 1 and elements <= limits.BLOCK_ELEMENTS):
         return options[0] if options else None  # encoding both ways is as cheap as a sample
+    if len(options) == 1 and options[0].generation > 1 and effort is QUICK:
+        return options[0]  # it was worth it for the one before; what encodes it still looks at both ways
     first = elements // 2 // limits.BLOCK_ELEMENTS * limits.BLOCK_ELEMENTS
     count = min(limits.BLOCK_ELEMENTS, elements - first)
     sample = view[first * dtype.width : (first + count) * dtype.width]
-    best, least = None, predict(sample, dtype) * _WORTH
+    best, least = None, predict(sample, dtype) * effort.worth
     for option in options:
         width = option.location.dtype.width
         base = Base(read(option, (option.start + first) * width, count * width), option.location.dtype)
@@ -172,11 +195,11 @@ def _most_alike(locations: Sequence[Location], sketch: bytes, least: int, width:
     return found
 
 
-def _depth_after(newest: Location, *, wider: bool, has_copies: bool) -> int:
+def _depth_after(newest: Location, effort: Effort, *, wider: bool, has_copies: bool) -> int:
     """The depth that an object gets which comes after `newest` in a line."""
     if wider:
         return limits.CHAIN_DEPTH  # a narrower copy: nothing is nearer than its master
-    depth = _DEPTHS[newest.generation % len(_DEPTHS)]
+    depth = effort.depths[newest.generation % len(effort.depths)]
     return min(depth, _MASTER_DEPTH) if has_copies else depth
 
 

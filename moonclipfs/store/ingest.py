@@ -16,7 +16,7 @@ from moonclipfs.errors import CorruptError
 from moonclipfs.formats.cut import CutRules, Piece, cut
 from moonclipfs.formats.layout import Region
 from moonclipfs.formats.sniff import parse
-from moonclipfs.store.bases import Line, candidates, label_of
+from moonclipfs.store.bases import THOROUGH, Line, candidates, label_of
 from moonclipfs.store.cores import usable_cores
 from moonclipfs.store.directories import encode_directory
 from moonclipfs.store.kept import Kept, Previous
@@ -73,6 +73,9 @@ class Intake:
     Workers hash and encode pieces side by side, within `limits.INGEST_BYTES` of memory. One thread uses it at a time,
     but for `use_pool`.
     """
+
+    effort = THOROUGH
+    """What time is spent on."""
 
     def __init__(self, sink: Sink, rules: CutRules) -> None:
         """Has a thread for each core that this process may use, as far as the memory is enough: see `use_pool`."""
@@ -192,8 +195,8 @@ class Intake:
 
         def hints() -> Hints:
             marks = sketch(raw, piece.dtype)
-            bases = candidates(self._sink, piece, marks, before)
-            return Hints(piece.dtype, label_of(piece), marks, tuple(bases), (source, piece.offset))
+            bases = candidates(self._sink, piece, marks, before, self.effort)
+            return Hints(piece.dtype, label_of(piece), marks, tuple(bases), self.effort, (source, piece.offset))
 
         location, new = self._put_object(Kind.DATA, raw, hints)
         extent = Extent(length, location.object_id)

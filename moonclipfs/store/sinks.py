@@ -18,7 +18,7 @@ from moonclipfs.codec.choose import Base, encode, predict
 from moonclipfs.codec.sketch import NO_SKETCH
 from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store.backend import Backend
-from moonclipfs.store.bases import Candidate, Known, pick
+from moonclipfs.store.bases import THOROUGH, Candidate, Effort, Known, pick
 from moonclipfs.store.index import Index
 from moonclipfs.store.packs import Location, PackReader, PackWriter
 from moonclipfs.store.reader import ObjectReader
@@ -38,6 +38,7 @@ class Hints:
     label: int = 0
     sketch: bytes = NO_SKETCH
     bases: tuple[Candidate, ...] = ()
+    effort: Effort = THOROUGH
     origin: tuple[Source, int] | None = None
 
 
@@ -314,7 +315,7 @@ def _choose(
     options = list(hints.bases)
     while True:
         try:
-            choice = pick(options, raw, hints.dtype, read)
+            choice = pick(options, raw, hints.dtype, read, hints.effort)
             if choice is None:
                 return None, None
             with _reading(choice):

@@ -208,7 +208,7 @@ class CheckpointManager:
             self._background.wait()
         store = self._place.for_saving()
         with profile.phase("copy"):
-            staged, shared = saving.capture(taken, self._buffers)
+            staged, shared = saving.capture(taken, self._buffers, self._workers, self._workers.threads)
         record = {**about, runs.MANAGER: {"attempt": secrets.token_hex(8)}, runs.USER: dict(metadata or {})}
         job = saving.Job(path, step, taken, staged, shared, files, record, self._cast, profile, self._published)
         self._published = None

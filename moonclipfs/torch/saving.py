@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moonclipfs.errors import CorruptError, NotFoundError
+from moonclipfs.store.bases import QUICK
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.kept import Kept
 from moonclipfs.store.publish import Ingest
@@ -61,7 +62,7 @@ class Published:
 
 
 def capture(
-    parts: Mapping[str, Part], buffers: HostBuffers
+    parts: Mapping[str, Part], buffers: HostBuffers, pool: Executor, threads: int
 ) -> tuple[dict[str, dict[str, Staged]], list[list[list[Any]]]]:
     """Copy the tensors of all parts: training may go on after this. Tensors in the same place are copied once.
 
@@ -76,7 +77,8 @@ def capture(
     place_of: dict[Key, Key] = {}
     for key, tensor in tensors.items():
         place_of[key] = first.setdefault(same_place(tensor), key) if tensor.numel() else key
-    taken = buffers.take({"\0".join(key): tensors[key] for key, place in place_of.items() if place == key})
+    own = {"\0".join(key): tensors[key] for key, place in place_of.items() if place == key}
+    taken = buffers.take(own, pool, threads)
     staged: dict[str, dict[str, Staged]] = {name: {} for name in parts}
     for (name, tensor_name), place in place_of.items():
         staged[name][tensor_name] = taken["\0".join(place)]
@@ -88,6 +90,7 @@ def store_job(store: Store, job: Job, pool: Executor, most_bytes: int) -> Publis
     files, state = _files(job, most_bytes)
     with store.ingest() as ingest:
         ingest.use_pool(pool)
+        ingest.effort = QUICK
         published = _Writing(store, ingest, job).publish(files, state)
         job.profile.take_in(ingest)
     return published

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from moonclipfs.torch.copying import copy_all
 from moonclipfs.torch.dtypes import as_words
 
 _ALIGN = 64
@@ -48,31 +50,40 @@ class HostBuffers:
         """Bytes of memory held."""
         return self._arena.numel()
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Staged]:
-        """Copy tensors (without shards or wrappers), by a key that tells the same one in the next save."""
+    def take(self, tensors: Mapping[str, torch.Tensor], pool: Executor, threads: int) -> dict[str, Staged]:
+        """Copy tensors (without shards or wrappers), by a key that tells the same one in the next save.
+
+        At most `threads` threads copy: the caller's, and those of `pool` as they come.
+        """
         slots = _plan(tensors)
         known = self._slots if slots == self._slots else {}
         self._reserve(slots, pinned=any(tensor.is_cuda for tensor in tensors.values()))
         self._slots = slots
-        staged = {}
-        on_devices = []
-        with torch.no_grad():
-            for key, tensor in tensors.items():
-                slot = slots[key]
-                target = self._arena[slot.start : slot.start + slot.length]
-                unchanged = key in known and _is_same(target, tensor)
-                if not unchanged:
-                    _copy(target, tensor)
-                    if tensor.device.type != "cpu":
-                        on_devices.append(tensor.device)
-                staged[key] = Staged(tensor.dtype, tuple(tensor.shape), target, unchanged)
-        for device in set(on_devices):
-            torch.accelerator.synchronize(device)
-        return staged
+        plain: list[str] = []
+        odd: list[str] = []
+        for key, tensor in tensors.items():
+            simple = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+            (plain if simple and not tensor.is_neg() else odd).append(key)
+        places = {key: (self._at(slots[key]).data_ptr(), tensors[key].data_ptr(), slots[key].length) for key in plain}
+        unchanged = copy_all({key: (*places[key], key in known) for key in plain}, pool, threads)
+        self._copy_odd([(self._at(slots[key]), tensors[key]) for key in odd])
+        return {
+            key: Staged(tensor.dtype, tuple(tensor.shape), self._at(slots[key]), key in unchanged)
+            for key, tensor in tensors.items()
+        }
 
-    def forget(self) -> None:
-        """Take nothing of the next save for unchanged."""
-        self._slots = {}
+    def _at(self, slot: _Slot) -> torch.Tensor:
+        return self._arena[slot.start : slot.start + slot.length]
+
+    def _copy_odd(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy what lies on a device, or in another order than its copy is to have."""
+        with torch.no_grad():
+            for target, tensor in pairs:
+                if tensor.numel():
+                    words = as_words(tensor.resolve_conj().resolve_neg())
+                    target.view(words.dtype).view(words.shape).copy_(words, non_blocking=True)
+        for device in {tensor.device for _, tensor in pairs if tensor.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
 
     def _reserve(self, slots: Mapping[str, _Slot], *, pinned: bool) -> None:
         size = max((slot.start + slot.length for slot in slots.values()), default=0)
@@ -100,23 +111,3 @@ def _allocate(size: int, *, pinned: bool) -> torch.Tensor:
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)  # else the first save takes longer for the page faults than for the copy
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    if tensor.numel():
-        words = as_words(_resolved(tensor))
-        target.view(words.dtype).view(words.shape).copy_(words, non_blocking=True)
-
-
-def _is_same(target: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the host has the very bytes of `target`; ends at the first difference."""
-    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
-        return False
-    words = as_words(tensor)
-    if words.dtype.is_complex:
-        return False  # equal numbers may have other bytes
-    return torch.equal(target.view(words.dtype).view(words.shape), words)
-
-
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg()

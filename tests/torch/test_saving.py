@@ -184,7 +184,8 @@ def test_unchanged_tensors_are_not_read_again(manager: CheckpointManager, tmp_pa
     manager.flush()
     more = sum(path.stat().st_size for path in (tmp_path / "store" / "packs").iterdir()) - size
     assert more < 300 * 60
-    staged, _ = saving.capture(parts.take({"model": tensors}, allow_pickle=False), manager._buffers)
+    taken = parts.take({"model": tensors}, allow_pickle=False)
+    staged, _ = saving.capture(taken, manager._buffers, manager._workers, 2)
     assert all(one.unchanged for one in staged["model"].values())
     assert same(manager.load(3).state["model"], tensors)
 
