@@ -111,6 +111,8 @@ def create(
         if state is None:
             _tell_created(place, dict(place.ask("overlay_create", name=name, base=spec, **options)), as_json)
             return
+        if spec.startswith(("/", "@")):
+            raise UsageError(f"with --state, a store is only read: seal or commit {base}, and name the snapshot")
         if options["ephemeral"]:
             raise UsageError("--state keeps an overlay beside its base: it is not discarded by itself")
         with make_private_store(state, place.store, purpose="overlay create") as store, InStore(store) as private:

@@ -17,6 +17,7 @@ from moonclipfs.cli.target import complete_target, opened, same_path
 from moonclipfs.cli.values import duration, time_text
 from moonclipfs.errors import NotFoundError, UsageError
 from moonclipfs.fuse.mounts import find_mounts
+from moonclipfs.layers.dryness import is_dry_run
 from moonclipfs.store.log import Names, parse_spec
 from moonclipfs.store.replay import is_at_or_below
 from moonclipfs.store.store import Store
@@ -99,6 +100,8 @@ def wait_for_mounts(name: str, number: int, store: Path) -> None:
 
 def _look(name: str, number: int, mountpoints: Sequence[str], deadline: float) -> None:
     for mountpoint in mountpoints:
+        if is_dry_run(mountpoint):
+            continue  # it shows the names as they were when it began
         for path in (f"@versions/{name}/{number}", name):
             while time.monotonic() < deadline and not _is_known(os.path.join(mountpoint, path)):
                 time.sleep(_LOOK_SECONDS)

@@ -199,3 +199,11 @@ def test_names_are_completed(filled: Path, run: Run, monkeypatch: pytest.MonkeyP
     assert "rebase" in [one.value for one in complete.get_completions(["overlay"], "")]
     monkeypatch.setenv("MOONCLIPFS_STORE", str(filled))
     assert "brm" in [one.value for one in complete.get_completions(["overlay", "discard"], "b")]
+
+
+@pytest.mark.parametrize("name", ["create", "list", "status", "diff", "commit", "discard", "rename", "rebase"])
+def test_each_has_help_with_examples(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    found = run("overlay", name, "-h")
+    assert found.code == 0 and "Examples:" in found.out and f"moonclipfs overlay {name}" in found.out
+    assert max(map(len, found.out.splitlines())) <= 100

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -119,6 +121,21 @@ def test_an_overlay_in_use_is_discarded_only_by_force(run: Run, mounted: Path) -
         assert run("overlay", "rebase", mounted, "arm1", "--onto", "run1/step-2").code == 8
         assert run("overlay", "discard", "--force", mounted, "arm1").code == 0
     assert not path.exists()
+
+
+def test_one_that_belongs_to_a_process_ends_with_it(run: Run, mounted: Path) -> None:
+    """`--owner PID`: discarded when that process ends, however it ends, though the mount goes on."""
+    process = subprocess.Popen(["sleep", "60"])
+    made = run("overlay", "create", mounted, "arm1", "--base", "run1/step-2", "--owner", process.pid, "--json").json
+    assert made["ephemeral"] and made["owner"]["pid"] == process.pid
+    (mounted / "@overlays" / "arm1" / "new").write_bytes(b"new")
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while os.listdir(mounted / "@overlays") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert run("overlay", "list", mounted).out == ""
+    assert run("overlay", "create", mounted, "arm2", "--owner", process.pid).code == 3
 
 
 def test_one_that_another_process_has_is_told(run: Run, mounted: Path, filled: Path) -> None:
