@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,12 +209,29 @@ def enable(backend: LocalBackend, config: Config, feature: str) -> Config:
     """
     if feature in config.read_only_compatible:
         return config
-    config = load_config(backend)
-    config.check_writable()
-    if feature not in config.read_only_compatible:
-        config = replace(config, read_only_compatible=(*config.read_only_compatible, feature))
-        backend.replace(KEY, encode_config(config))
+    with _alone(backend):
+        config = load_config(backend)
+        config.check_writable()
+        if feature not in config.read_only_compatible:
+            config = replace(config, read_only_compatible=(*config.read_only_compatible, feature))
+            backend.replace(KEY, encode_config(config))
     return config
+
+
+@contextmanager
+def _alone(backend: LocalBackend) -> Iterator[None]:
+    """Of those who change the config of a store at one time, on this host, each sees what the one before it wrote.
+
+    Across hosts the last one wins; a feature that is lost so is given again where it is used next.
+    """
+    with os_errors(f"open {backend.path('')}"):
+        directory = os.open(backend.path(""), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def move_alternate(backend: LocalBackend, path: str) -> Config:
@@ -220,10 +239,11 @@ def move_alternate(backend: LocalBackend, path: str) -> Config:
 
     Raises NoSpaceError, PermissionDeniedError, BackendError.
     """
-    config = load_config(backend)
-    if config.alternate is not None and config.alternate.path != path:
-        config = replace(config, alternate=replace(config.alternate, path=path))
-        backend.replace(KEY, encode_config(config))
+    with _alone(backend):
+        config = load_config(backend)
+        if config.alternate is not None and config.alternate.path != path:
+            config = replace(config, alternate=replace(config.alternate, path=path))
+            backend.replace(KEY, encode_config(config))
     return config
 
 

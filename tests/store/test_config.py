@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from moonclipfs import limits
 from moonclipfs.errors import CorruptError, ExistsError, FormatVersionError, MoonclipError, NoSpaceError, NotFoundError
 from moonclipfs.formats.cut import CutRules
 from moonclipfs.store.backend import LocalBackend
-from moonclipfs.store.config import Config, create_store, decode_config, encode_config, load_config
+from moonclipfs.store.config import Config, create_store, decode_config, enable, encode_config, load_config
 from tests.faults import FaultyOps, NoLinkOps
 
 
@@ -134,3 +135,20 @@ def test_a_full_disk_at_any_call_leaves_no_store_and_can_be_repeated(tmp_path: P
         if not ops.reached:
             return
     pytest.fail("the calls never end")
+
+
+def test_features_that_two_give_at_one_time_are_both_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonclipfs.store.config._WRITER_FEATURES", frozenset("abcdef"))
+    config = create_store(tmp_path / "store")
+    meet = threading.Barrier(6)
+
+    def give(feature: str) -> None:
+        meet.wait()
+        enable(LocalBackend(tmp_path / "store"), config, feature)
+
+    threads = [threading.Thread(target=give, args=(feature,)) for feature in "abcdef"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(load_config(LocalBackend(tmp_path / "store")).read_only_compatible) == list("abcdef")
