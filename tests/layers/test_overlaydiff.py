@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -205,3 +207,70 @@ def test_what_is_not_changed_is_not_looked_at(over: Over, store: Store, monkeypa
     monkeypatch.setattr(Store, "directory", lambda self, object_id: loads.append(object_id) or load(self, object_id))
     assert told(difference(root, version.root)) == {"d007/f": "changed"}
     assert len(loads) <= 4
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
+def test_after_random_changes_it_tells_what_differs(seed: int, over: Over, store: Store) -> None:
+    """Beside a comparison of all that both show, path by path."""
+    rng = random.Random(seed)
+    root = over(publish(store, "random", some_files(rng, 2)).root)
+    before = everything(root)
+    for _ in range(25):
+        change(rng, root)
+    after = everything(root)
+    expected = {(path.rstrip("/"), "removed") for path in before.keys() - after.keys()}
+    expected |= {(path.rstrip("/"), "added") for path in after.keys() - before.keys()}
+    expected |= {(path, "changed") for path in before.keys() & after.keys() if before[path] != after[path]}
+    found = difference(root, root._holder.base_root).paths
+    assert {(os.fsdecode(one.path), one.change) for one in found if one.change != "attributes"} == expected
+
+
+def some_files(rng: random.Random, depth: int) -> dict[str, Any]:
+    return {
+        name: some_files(rng, depth - 1) if depth and rng.random() < 0.4 else rng.randbytes(rng.choice([0, 3, 5000]))
+        for name in "abcd"
+        if rng.random() < 0.7
+    }
+
+
+def everything(root: LayerPath, prefix: str = "") -> dict[str, bytes | None]:
+    """All below a directory: bytes of files, None for directories, whose paths end with a slash."""
+    found: dict[str, bytes | None] = {}
+    for path in root.iterdir():
+        if path.is_dir():
+            found[f"{prefix}{path.name}/"] = None
+            found |= everything(path, f"{prefix}{path.name}/")
+        else:
+            found[prefix + path.name] = path.read_bytes()
+    return found
+
+
+def change(rng: random.Random, root: LayerPath) -> None:
+    """Try to change something somewhere."""
+
+    def somewhere() -> LayerPath:
+        directories = [root, *(root / path[:-1] for path in everything(root) if path.endswith("/"))]
+        return rng.choice(directories) / rng.choice("abcdef")
+
+    path = somewhere()
+    with suppress(OSError):  # it is of another type, not there, or not empty
+        match rng.choice(["write", "same", "unlink", "mkdir", "rename", "remove"]):
+            case "write":
+                path.write_bytes(rng.randbytes(10))
+            case "same":
+                path.write_bytes(path.read_bytes())
+            case "unlink":
+                path.unlink()
+            case "mkdir":
+                path.mkdir()
+            case "rename":
+                path.rename(somewhere())
+            case "remove":
+                remove(path)
+
+
+def remove(path: LayerPath) -> None:
+    """A directory with all in it."""
+    for below in path.iterdir():
+        (remove if below.is_dir() else LayerPath.unlink)(below)
+    path.rmdir()
