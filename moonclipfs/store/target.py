@@ -138,6 +138,8 @@ def _below_mount(path: str) -> str:
         top, name = os.path.split(top)
         parts.insert(0, name)
     if parts and parts[0] == OVERLAYS:
+        if _xattr(path, XATTR_DRY_RUN) == "1":
+            raise UsageError(f"{path} is in a dry run, of which nothing is kept: name a store, or a path outside of it")
         raise UsageError(f"{path} is in no snapshot but among overlays: `moonclipfs overlay` works with these")
     return "" if parts and parts[0].startswith("@") else "/".join(parts)
 

@@ -95,7 +95,7 @@ def test_what_is_aimed_at_an_overlay_by_mistake(run: Run, mounted: Path, filled:
         (("seal", dry), "dry run"),
         (("flush", dry), "dry run"),
         (("add", filled, dry, "--as", "x"), "dry run"),
-        (("add", dry, filled.parent / "src" / "step-2"), "among overlays"),
+        (("add", dry, filled.parent / "src" / "step-2"), "dry run"),
         (("watch", "--once", dry, filled), "dry run"),
         (("forget", kept), "among overlays"),
         (("ls", kept), "among overlays"),
