@@ -25,8 +25,8 @@ def command(store: str | None, as_json: bool) -> None:
 
     \b
     JSON (bytes): versions, files, logical, shared, holes, literals, ratio,
-                  full, delta, in_base, trees, only_bases, layers and each of dtypes {objects, raw, stored},
-                  dead, overhead, packs, pack_bytes
+                  full, delta, in_base, trees, only_bases, layers and each of dtypes
+                  {objects, raw, stored}, dead, overhead, packs, pack_bytes
     """
     with opened(whole_store(store)) as opened_store:
         found = stats(opened_store)
