@@ -88,8 +88,6 @@ def _attach(layer: Layer, patches: Mapping[Inode, Sequence[Patch]], new: dict[In
                 if quota is not None:  # once more: by now the files before it have theirs
                     quota.admit(inode, 0, sum(one.length for one in patches[inode]))
                 log.changing(inode)
-                for older in content.generations():
-                    older.frozen = True  # the next write goes on in the new one
                 for one in patches[inode]:
                     content.wrote(generation, one.offset, one.length)
                 if quota is not None:

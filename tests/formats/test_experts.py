@@ -250,6 +250,8 @@ def test_the_same_model_in_another_format_or_file_is_not_mixed_in() -> None:
     del files["model.safetensors"]
     assert numbers(recognise(files.items())) == {"L003": [0, 1]}
     assert recognise([("a.safetensors", layout(tensors)), ("b.safetensors", layout(tensors))]) == {}
+    shards = [(f"model-0000{n}-of-00002.safetensors", layout(tensors)) for n in (1, 2)]
+    assert recognise([*shards, ("other.safetensors", layout(half))]) == {}
     ranks = [(f"mp_rank_{rank:02}_model_states.pt", layout(tensors, "torch")) for rank in range(2)]
     assert recognise(ranks) == {}
 
@@ -291,6 +293,17 @@ def test_experts_that_are_not_quantised_stand_beside_those_that_are() -> None:
     layers = found(tensors)
     assert numbers(layers) == {"L003": [0, 1, 2, 3]}
     assert len(layers["L003"][1]) == 3
+
+
+def test_experts_of_a_directory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {
+        **each("model.layers.LAYER.mlp.experts.EXPERT.PART", QWEN, layer=0),
+        **each("model.layers.LAYER.mlp.experts.EXPERT.PART", QWEN, layer=1),
+    }
+    monkeypatch.setattr(limits, "EXPERTS", 8)
+    assert len(found(tensors)) == 2
+    monkeypatch.setattr(limits, "EXPERTS", 7)
+    assert found(tensors) == {}
 
 
 def test_numbers_may_have_gaps() -> None:
@@ -342,6 +355,7 @@ def test_names_that_no_file_can_hold_make_no_expert() -> None:
 def test_the_head_of_an_expert_file_is_read_back() -> None:
     """Names, dtypes and shapes are those of the parts, which are aligned, and where they come from is told."""
     tensors = each("model.layers.LAYER.mlp.experts.EXPERT.PART", DEEPSEEK, experts=1)
+    tensors = {**tensors, "model.layers.3.mlp.experts.0.a.odd": (U8, (3,))}
     parts = found(tensors, file="caf\udce9.safetensors")["L003"][0]
     head = header("L003", 0, parts)
     size = len(head) + sum(part.length for part in parts)

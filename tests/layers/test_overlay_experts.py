@@ -36,9 +36,12 @@ from moonclipfs.errors import (
     TooManyOpenError,
     UsageError,
 )
-from moonclipfs.formats.experts import Layers, recognise
+from moonclipfs.formats.experts import Component, Layers, recognise
 from moonclipfs.formats.layout import Layout
 from moonclipfs.layers.contents_records import content_of
+from moonclipfs.layers.expertinodes import ExpertInode, Kind
+from moonclipfs.layers.expertsknown import KnownExperts
+from moonclipfs.layers.experttables import Expert, Source
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlayexperts import OverlayExperts
@@ -46,7 +49,7 @@ from moonclipfs.layers.staging import Generation
 from moonclipfs.layers.tree import NotCachedError
 from moonclipfs.store.cache import BoundedCache
 from moonclipfs.store.store import Store
-from moonclipfs.types import EntryType
+from moonclipfs.types import DType, EntryType
 from tests.layers import filekit
 from tests.layers.expertkit import Arrays, fused, fused_expert, gguf, mixtral, random, shards, torch_file
 from tests.layers.overlaykit import LocalOverlayEncoder, create, everything
@@ -228,6 +231,19 @@ def test_a_table_is_read_again_only_when_heads_changed(
     write_file(overlay, FIRST, read_all(overlay, FIRST) + b"\0" * 8)
     read(experts)
     assert len(count) == 2
+
+
+def test_changes_that_the_journal_does_not_have_yet_are_seen(overlay: Overlay, experts: OverlayExperts) -> None:
+    """Of a file that is open and being written, every change counts, also between records of the journal."""
+    file = overlay.layer.open_file(overlay.layer.resolve(SECOND.encode()), write=True)
+    data = file.read(0, file.size)
+    file.write(len(data) - 1, data[-1:], NOW)
+    assert read(experts).keys() == {"w1.weight", "w2.weight", "w3.weight"}
+    file.write(0, b"\0" * 16, NOW)
+    assert read(experts).keys() == {"w1.weight", "w3.weight"}
+    file.write(0, data[:16], NOW)
+    assert same(read(experts), expected())
+    file.close()
 
 
 def test_what_would_wait_is_not_told_without_waiting(overlay: Overlay) -> None:
@@ -642,6 +658,30 @@ def test_the_kernel_is_told_of_what_shows_the_same_bytes(overlay: Overlay, exper
     experts.forget(expert, 1)
     experts.forget(other, 1)
     assert experts.depending(second, None) == ([], False) and not experts._known
+
+
+def test_experts_that_share_bytes_are_all_told(overlay: Overlay) -> None:
+    known, real = KnownExperts(), overlay.layer.root
+    source = Source(overlay.layer.resolve(FIRST.encode()), (b"", 0, 0), 10, b"", True)
+    inodes = []
+    for number, (start, length) in enumerate([(10, 990), (100, 100), (300, 100)]):
+        part = Component("w", DType.U8, (length,), FIRST, start, length, "w")
+        inode = ExpertInode(number + 1, Kind.EXPERT, real, b"L000", b"e%05d" % number)
+        inode.expert = Expert("L000", number, (part,), {FIRST: source}, 0, b"")
+        known.add(inode)
+        inodes.append(inode)
+
+    def told(start: int, end: int) -> set[int]:
+        return {inode.number for inode in known.of_file(source.inode.number, (start, end))[0]}
+
+    assert told(500, 600) == {1}
+    assert told(150, 310) == {1, 2, 3}
+    assert told(999, 2000) == {1}
+    assert told(1000, 2000) == set()
+    assert told(9, 10) == {1, 2, 3}, "the head"
+    for inode in inodes:
+        known.drop(inode)
+    assert not known and known.of_directory(real.number) == []
 
 
 # All of it together
