@@ -252,6 +252,9 @@ def test_the_same_model_in_another_format_or_file_is_not_mixed_in() -> None:
     assert recognise([("a.safetensors", layout(tensors)), ("b.safetensors", layout(tensors))]) == {}
     shards = [(f"model-0000{n}-of-00002.safetensors", layout(tensors)) for n in (1, 2)]
     assert recognise([*shards, ("other.safetensors", layout(half))]) == {}
+    stacks = {f"model.layers.0.mlp.experts.{part}_proj": (B, (4, 6, 6)) for part in ("up", "down")}
+    assert found(stacks)
+    assert recognise((file, layout(stacks)) for file, _ in shards) == {}
     ranks = [(f"mp_rank_{rank:02}_model_states.pt", layout(tensors, "torch")) for rank in range(2)]
     assert recognise(ranks) == {}
 
