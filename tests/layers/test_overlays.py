@@ -30,7 +30,7 @@ from moonclipfs.store.overlaydirs import OverlayInfo, find_overlay, overlay_name
 from moonclipfs.store.retention import Rules, plan
 from moonclipfs.store.store import Store
 from tests.layers.filekit import read_all
-from tests.layers.overlaykit import LocalOverlayEncoder, create, size_of_overlay
+from tests.layers.overlaykit import LocalOverlayEncoder, create, size_of_overlay, stored_bytes
 from tests.layers.publish import Files, publish
 from tests.layers.sealkit import model, put, tree
 
@@ -322,6 +322,25 @@ def test_overlays_are_made_durable_by_themselves(
     put(overlay.layer, "f", b"1")
     counter = overlay.layer.counter
     until(lambda: overlay._synced_counter >= counter)
+
+
+def test_a_mount_reclaims_what_a_discarded_overlay_had(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a discarded overlay had stored is reclaimed by the live layer beside it."""
+    monkeypatch.setattr("moonclipfs.layers.reclaim._REST", 0)
+    monkeypatch.setattr(limits, "RECLAIM_BYTES", 100_000)
+    packs = stored_bytes(store)
+    with Live(store) as live, Overlays(store, live=live) as overlays:
+        live.reclaimer.tick(time.monotonic())
+        put(overlays.create("one", "base").layer, "f", os.urandom(500_000))
+        overlays.get("one").flush()
+        assert stored_bytes(store) - packs > 500_000
+        overlays.discard("one")
+
+        def freed() -> bool:
+            live.reclaimer.tick(time.monotonic())
+            return stored_bytes(store) <= packs
+
+        until(freed)
 
 
 # Verbs
