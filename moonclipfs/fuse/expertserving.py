@@ -87,6 +87,9 @@ class ServingOverlays(Protocol):
     def opened(self, name: bytes, /) -> ServedWithExperts | None:
         """An overlay, opened unless it is; None where there is none. Raises BusyError, CorruptError, BackendError."""
 
+    def make_room(self) -> None:
+        """Close some that nobody uses, if many are open."""
+
 
 class ServedWithExperts(Served):
     """An open overlay whose experts are served beside it once they were asked for."""
@@ -147,6 +150,10 @@ class ExpertsOfOverlays:
     def discard(self, name: str) -> NoReturn:
         """Raises NotPermittedError."""
         self.make(name)
+
+    def make_room(self) -> None:
+        """Close some overlays that nobody uses, if many are open."""
+        self._overlays.make_room()
 
 
 class ServedExpertNames(ServedNames):

@@ -22,6 +22,7 @@ from moonclipfs.errors import (
     NotEmptyError,
     NotFoundError,
     NotPermittedError,
+    TooManyOpenError,
     UsageError,
 )
 from moonclipfs.fuse.operations import DOTS
@@ -66,6 +67,9 @@ class OpenOverlays(Protocol):
 
     def discard(self, name: str, /) -> None:
         """Throw an overlay away. Raises NotFoundError, BusyError when files in it are open."""
+
+    def make_room(self) -> None:
+        """Close some that nobody uses, if many are open."""
 
 
 class ServedNames(Served):
@@ -135,14 +139,14 @@ class OverlayNames:
         self, directory: Inode, names: Iterable[bytes], *, wait: bool = True
     ) -> list[tuple[Inode, Status] | None]:
         """The roots of overlays, which are opened for it. Raises BusyError for one that another process has."""
-        self._require_root(directory)
+        self._require_root(directory, wait)
         return [self._child(name, wait) for name in names]
 
     def listed(
         self, directory: Inode, names: Iterable[bytes], *, wait: bool = True
     ) -> list[tuple[Inode, Status] | None]:
         """The same, but overlays that are not open stay so."""
-        self._require_root(directory)
+        self._require_root(directory, wait)
         known = self._overlays.by_name
         return [
             self._child(name, wait) if name in DOTS or name in known else self._closed(name, wait) for name in names
@@ -156,7 +160,10 @@ class OverlayNames:
         served = self._overlays.by_name.get(name)
         if served is None or served.gone:
             _may_wait(wait)
-            served = self._overlays.opened(name)
+            try:
+                served = self._overlays.opened(name)
+            except TooManyOpenError:
+                return self._closed(name, wait)
         return None if served is None else (served.layer.root, served.layer.stat(served.layer.root, wait=wait))
 
     def _closed(self, name: bytes, wait: bool) -> tuple[Inode, Status] | None:
@@ -175,7 +182,7 @@ class OverlayNames:
 
     def names_in(self, directory: Inode, *, wait: bool = True) -> list[bytes]:
         """The names of all overlays of the store."""
-        self._require_root(directory)
+        self._require_root(directory, wait)
         _may_wait(wait)
         return [os.fsencode(name) for name in self._overlays.names()]
 
@@ -184,7 +191,7 @@ class OverlayNames:
         served = self._overlays.by_root.get(inode.number)
         if served is not None:
             return served.layer.stat(served.layer.root, wait=wait)
-        self._require_root(inode)
+        self._require_root(inode, wait)
         _may_wait(wait)
         try:
             changed = os.stat(self._store.path / DIRECTORY).st_mtime_ns
@@ -226,7 +233,7 @@ class OverlayNames:
         wait: bool = True,
     ) -> Inode:
         """mkdir: an empty overlay; its root. Raises NotPermittedError for anything else, ExistsError, UsageError."""
-        self._require_root(directory)
+        self._require_root(directory, wait)
         if type_ is not EntryType.DIRECTORY:
             self._refuse()
         _may_wait(wait)
@@ -236,7 +243,7 @@ class OverlayNames:
 
     def rmdir(self, directory: Inode, name: bytes, now_ns: int, *, wait: bool = True) -> None:
         """Discard an overlay that shows nothing. Raises NotFoundError, NotEmptyError, BusyError."""
-        self._require_root(directory)
+        self._require_root(directory, wait)
         _may_wait(wait)
         served = self._overlays.opened(name)
         if served is None:
@@ -258,8 +265,8 @@ class OverlayNames:
         wait: bool = True,
     ) -> None:
         """Call an overlay otherwise. Raises NotFoundError, ExistsError for a name that another one has."""
-        self._require_root(directory)
-        self._require_root(target)
+        self._require_root(directory, wait)
+        self._require_root(target, wait)
         if exchange:
             raise UsageError("overlays are not exchanged")
         _may_wait(wait)
@@ -289,9 +296,13 @@ class OverlayNames:
         """Note that the kernel forgot `count` mentions of it."""
         inode.lookups -= count
 
-    def _require_root(self, inode: Inode) -> None:
-        """Raise ESTALE for the root of an overlay that was not open when it was listed: the kernel looks again."""
+    def _require_root(self, inode: Inode, wait: bool) -> None:
+        """Raise ESTALE for the root of an overlay that was not open when it was listed, or looked up while as many were
+        open as may be: the kernel looks it up again.
+        """
         if inode is not self.root:
+            _may_wait(wait)
+            self._overlays.make_room()
             raise FUSEError(errno.ESTALE)
 
 

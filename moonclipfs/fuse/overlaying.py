@@ -38,6 +38,8 @@ T = TypeVar("T")
 _CLOSING_SECONDS = 1.0
 """How long what a program has closed just before may take to be closed here."""
 _POLL_SECONDS = 0.02
+_CROWDED_SHARE = 0.75
+"""When so many overlays are open, of all that may be, some that nobody uses are closed."""
 
 
 class ServedOverlay(ServedWithExperts):
@@ -83,8 +85,11 @@ class MountedOverlays:
         self._changed: set[str] = set()
         """Names of which the kernel may know something else."""
         self._dropped: list[int] = []
-        """Numbers of files of overlays that are gone."""
+        """Numbers of files that are open in overlays that are gone."""
         self._owners, self._new_owners = trio.open_memory_channel[tuple[int, str]](limits.OVERLAYS_OPEN)
+        self._crowded = trio.Event()
+        """Many are open."""
+        self._clearing = threading.Lock()
         overlays.on_change = self._has_changed
 
     # For requests: the kernel knows by itself what it has asked for
@@ -103,13 +108,23 @@ class MountedOverlays:
         if self._dry and os.fsdecode(name) not in self.names():
             return None
         try:
-            return self._serve(self._overlays.get(os.fsdecode(name)))
+            served = self._serve(self._overlays.get(os.fsdecode(name)))
         except (NotFoundError, UsageError):
             return None
+        if served.overlay.closed:  # for want of room, just then
+            self._remove(served)
+            return self.opened(name)
+        if len(self.by_name) > limits.OVERLAYS_OPEN * _CROWDED_SHARE:
+            self._on_loop(self._crowded.set)
+        return served
 
     def make(self, name: str) -> ServedOverlay:
-        """Make an empty overlay. Raises ExistsError, UsageError."""
-        return self._serve(self._overlays.create(name, ephemeral=self._dry, dry_run=self._dry))
+        """Make an empty overlay. Raises ExistsError, UsageError, TooManyOpenError."""
+        self._overlays.create(name, ephemeral=self._dry, dry_run=self._dry)
+        served = self.opened(os.fsencode(name))
+        if served is None:
+            raise NotFoundError(f"overlay {name} was discarded just after it was made")
+        return served
 
     def rename(self, old: str, new: str) -> None:
         """Call an overlay otherwise. Raises NotFoundError, ExistsError, UsageError, BusyError."""
@@ -140,10 +155,64 @@ class MountedOverlays:
         return []
 
     def _drop(self, served: ServedOverlay) -> None:
-        self._dropped += self._operations.layers.drop(served)
-        if served.experts is not None:
-            self._dropped += self._operations.layers.drop(served.experts)
-            served.experts.experts.let_go()
+        """On the event loop: no request gets at an overlay any more. Pages of open files are to be forgotten, too."""
+        operations, experts = self._operations, served.experts
+        files = operations.open_files.values()
+        self._dropped += [handle.inode.number for handle in files if handle.served in (served, experts)]
+        operations.layers.drop(served)
+        if experts is not None:
+            operations.layers.drop(experts)
+            experts.experts.let_go()
+
+    def _remove(self, served: ServedOverlay) -> None:
+        """Nobody finds it any more."""
+        served.gone = True
+        name, number = os.fsencode(served.overlay.name), served.layer.root.number
+        with self._lock:
+            if self.by_name.get(name) is served:
+                del self.by_name[name]
+            if self.by_root.get(number) is served:
+                del self.by_root[number]
+
+    def make_room(self) -> None:
+        """Let go of overlays that nobody uses, the ones that were opened first: the kernel is asked to forget them.
+
+        Not for requests about names in `@overlays`, during which the kernel cannot forget any.
+        """
+        if len(self.by_name) <= limits.OVERLAYS_OPEN // 2:
+            return
+        with self._clearing:
+            idle = self._on_loop(self._unused)
+            names = [os.fsencode(served.overlay.name) for served in idle]
+            invalidate([(number, name) for number in (OVERLAYS_NUMBER, EXPERTS_OVERLAYS_NUMBER) for name in names])
+            deadline = time.monotonic() + _CLOSING_SECONDS
+            while not (ready := self._on_loop(self._forgotten, idle)) and idle and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            for served in ready:
+                self._overlays.release(served.overlay.name)
+                self._remove(served)
+                again = self.by_name.get(os.fsencode(served.overlay.name))
+                if (
+                    again is not None and again.overlay is served.overlay
+                ):  # somebody came just then: the kernel asks anew
+                    self._on_loop(self._drop, again)
+                    self._remove(again)
+
+    def _unused(self) -> list[ServedOverlay]:
+        """On the event loop: some overlays in which nothing is open. Ephemeral ones would end."""
+        operations = self._operations
+        busy = {file.served for file in operations.open_files.values()}
+        busy |= {directory.served for directory in operations.open_directories.values()}
+        idle = [one for one in self.by_name.values() if not ({one, one.experts} & busy or one.overlay.info.ephemeral)]
+        return idle[: limits.OVERLAYS_OPEN // 8]
+
+    def _forgotten(self, idle: list[ServedOverlay]) -> list[ServedOverlay]:
+        """On the event loop: those of which the kernel knows nothing any more; no request gets at them from here on."""
+        known = set(self._operations.layers.beside.values())
+        ready = [served for served in idle if not {served, served.experts} & known]
+        for served in ready:
+            self._drop(served)
+        return ready
 
     def _serve(self, overlay: Overlay) -> ServedOverlay:
         with self._lock:
@@ -260,10 +329,20 @@ class MountedOverlays:
     # The ends of owners
 
     async def run(self) -> None:
-        """Discard the overlays of processes when these end, for as long as the mount lives."""
+        """Discard the overlays of processes when these end, and keep few open, for as long as the mount lives."""
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep_few_open)
             async for descriptor, layer in self._new_owners:
                 nursery.start_soon(self._await_end, descriptor, layer)
+
+    async def _keep_few_open(self) -> None:
+        while True:
+            await self._crowded.wait()
+            self._crowded = trio.Event()
+            try:
+                await trio.to_thread.run_sync(self.make_room)
+            except MoonclipError as error:
+                log.warning("overlays that nobody uses stay open: %s", error)
 
     async def _await_end(self, descriptor: int, layer: str) -> None:
         try:

@@ -145,15 +145,11 @@ class ServedLayers:
         """What the kernel knows of a layer beside the live one."""
         return [self.known[number] for number, one in self.beside.items() if one is served]
 
-    def drop(self, served: Served) -> list[int]:
-        """Know nothing of a layer any more: whatever the kernel still asks about it is ESTALE. Returns the numbers of
-        the files that it knew of.
-        """
+    def drop(self, served: Served) -> None:
+        """Know nothing of a layer any more: whatever the kernel still asks about it is ESTALE."""
         served.gone = True
-        dropped = self.known_of(served)
-        for inode in dropped:
+        for inode in self.known_of(served):
             del self.beside[inode.number], self.known[inode.number]
-        return [inode.number for inode in dropped if inode.is_file]
 
 
 class LayerFile(ReadHandle):

@@ -127,6 +127,11 @@ class Overlay:
         quota = self.layer.files.quota
         return 0 if quota is None else quota.used
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was let go, or discarded."""
+        return self._closed
+
     def close(self) -> None:
         """Let go of it, as it is. What is staged stays so, durably. Harmless when done before. Raises NoSpaceError,
         BackendError when it is not all durable; it is closed all the same.

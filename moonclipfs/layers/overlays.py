@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from moonclipfs import limits
-from moonclipfs.errors import CorruptError, LimitError, MoonclipError, NoSpaceError, NotFoundError, UsageError
+from moonclipfs.errors import CorruptError, MoonclipError, NoSpaceError, NotFoundError, TooManyOpenError, UsageError
 from moonclipfs.layers.base import Caches
 from moonclipfs.layers.basing import BaseOf, held, of_directory, of_version
 from moonclipfs.layers.live import Live
@@ -241,7 +241,7 @@ class Overlays:
 
     def _require_room(self) -> None:
         if len(self._open) >= limits.OVERLAYS_OPEN:
-            raise LimitError(f"{limits.OVERLAYS_OPEN} overlays are open here already: discard some")
+            raise TooManyOpenError(f"{limits.OVERLAYS_OPEN} overlays are open here already: discard some")
 
     def _add(self, overlay: Overlay) -> None:
         """Under the lock."""

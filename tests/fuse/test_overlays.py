@@ -24,7 +24,16 @@ from moonclipfs.fuse.mount import unmount
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.store.overlaydirs import find_overlay, overlay_names
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, Overlaid, drop_names, eventually, is_running
+from tests.fuse.conftest import (
+    SMALL_FILES,
+    Mounted,
+    Mounter,
+    Overlaid,
+    drop_names,
+    eventually,
+    is_running,
+    patched_server,
+)
 from tests.layers.publish import File, publish
 
 MIB = 1 << 20
@@ -598,6 +607,40 @@ def test_a_hundred_overlays_work_at_once(overlays: Mounted) -> None:
     for path in paths:
         discard(overlays, path.name)
     assert not any(path.exists() for path in paths)
+
+
+def test_of_more_overlays_than_may_be_open_those_that_nobody_uses_are_closed(
+    store: Store, tmp_path: Path, fuse: None
+) -> None:
+    """However many overlays there are, each is there for who goes there, while few enough are used at a time."""
+    patch = "from moonclipfs import limits\nlimits.OVERLAYS_OPEN = 16"
+    with patched_server(store.path, tmp_path / "mnt", patch, read_only=False) as mounted:
+        paths = [mounted.path / "@overlays" / f"o{number:02}" for number in range(24)]
+        used = None
+        for number, path in enumerate(paths):
+            eventually(lambda path=path: _made(path))  # type: ignore[misc]
+            (path / "f").write_bytes(b"%d" % number)
+            used = used or (path / "f").open("r+b", buffering=0)
+        assert used is not None
+        used.write(b"used")
+        assert [entry.name for entry in os.scandir(paths[0].parent)] == [path.name for path in paths]
+        assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o755}
+        for number, path in enumerate(paths[1:], 1):
+            assert (path / "f").read_bytes() == b"%d" % number
+        subprocess.run(["ls", "-lR", paths[0].parent], stdout=subprocess.DEVNULL, check=True)
+        used.write(b" still")
+        used.close()
+        assert (paths[0] / "f").read_bytes() == b"used still"
+        assert len(ask(str(mounted.path), "status")["overlays"]) <= 16
+
+
+def _made(path: Path) -> bool:
+    try:
+        path.mkdir()
+    except OSError as error:
+        assert error.errno == errno.ENFILE
+        return False
+    return True
 
 
 # The end of a mount, and of owners
