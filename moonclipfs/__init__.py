@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moonclipfs.tidying import optimize, thin
     from moonclipfs.torch.manager import CheckpointManager
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CheckpointManager",
