@@ -16,10 +16,12 @@ from moonclipfs.cli.progress import count_bar
 from moonclipfs.cli.target import complete_target, default_store, opened, same_path
 from moonclipfs.errors import UsageError
 from moonclipfs.fuse.inside import inside_mount
+from moonclipfs.layers.layerside import LayerFiles
+from moonclipfs.overlayplaces import InMount, InStore, for_overlay
 from moonclipfs.store.compare import Change, DiffReport, FileDiff, diff, tensor_json
 from moonclipfs.store.sides import Side, mounted_recipes, path_side, store_side
 from moonclipfs.store.store import Store
-from moonclipfs.store.target import is_unsealed, locate, parse_target, stored_at
+from moonclipfs.store.target import OVERLAYS, Target, is_unsealed, locate, parse_target, stored_at
 
 
 @click.command("diff")
@@ -29,7 +31,7 @@ from moonclipfs.store.target import is_unsealed, locate, parse_target, stored_at
 @click.option("--all", "show_all", is_flag=True, help="List unchanged tensors and files, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one document; keys below.")
 def command(left: str, right: str, expect_unchanged: tuple[str, ...], show_all: bool, as_json: bool) -> int:
-    """Compare LEFT with RIGHT: snapshots, paths inside them, or plain files and directories, in any formats.
+    """Compare LEFT with RIGHT: snapshots, overlays, paths inside them, or plain files and directories, in any formats.
 
     What was written in a mount and is not sealed is read like plain files, but for files that an overlay has of its
     base. Tensors are matched by name. Those that both sides keep as the same objects are known to be equal and not
@@ -42,6 +44,7 @@ def command(left: str, right: str, expect_unchanged: tuple[str, ...], show_all: 
       moonclipfs diff /data/store:run1/checkpoint-500 /data/store:run1/checkpoint-600
       moonclipfs diff /data/store:base finetuned.pt --expect-unchanged 'backbone.*'
       moonclipfs diff model.safetensors model.pt
+      moonclipfs diff /mnt/ckpt/@overlays/arm1 /data/store:@overlays/arm2
 
     \b
     JSON: different, violations, and
@@ -70,11 +73,30 @@ def _side(text: str, stack: ExitStack, stores: list[Store]) -> Side:
             return path_side(Path(text))
         return path_side(Path(text), mounted_recipes(_opened(Path(inside.mount.store), stack, stores)))
     target = parse_target(text, default_store())
+    if target.spec.startswith(OVERLAYS + "/"):
+        return _overlay_side(target, stack, stores)
     store = _opened(target.store, stack, stores)
     place = locate(store.names(), target.spec)
     if place.version is None:
         raise UsageError(f"{text} is no snapshot: name one (`moonclipfs ls` lists them)")
     return store_side(store, place.version, place.path)
+
+
+def _overlay_side(target: Target, stack: ExitStack, stores: list[Store]) -> Side:
+    """What STORE:@overlays/NAME[/PATH] means: in the mount that has it, else opened here."""
+    name, _, path = target.spec.removeprefix(OVERLAYS + "/").partition("/")
+    place = InStore(target.store)
+    stack.callback(place.close)
+    where = for_overlay(place, name)
+    if isinstance(where, InMount):
+        return _side(os.path.join(where.path(name), path), stack, stores)
+    layer = place.overlays.get(name).layer
+    files = stack.enter_context(LayerFiles(layer))
+    inode = layer.resolve(os.fsencode(path))
+    if inode.is_directory:
+        return Side(dict(files.below(inode)))
+    last = os.fsencode(os.path.basename(path))
+    return Side({last: files.side(inode, last)}, single=True)
 
 
 def _opened(path: Path, stack: ExitStack, stores: list[Store]) -> Store:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from moonclipfs.errors import BusyError
+from moonclipfs import limits
+from moonclipfs.errors import BusyError, LimitError
 from moonclipfs.layers.content import Part
 from moonclipfs.layers.files import OpenFile
 from moonclipfs.layers.inodes import Inode
@@ -30,6 +31,20 @@ class LayerFiles:
     def __exit__(self, *_: object) -> None:
         while self._open:
             self._open.pop().close()
+
+    def below(self, directory: Inode, prefix: bytes = b"", depth: int = 0) -> Iterator[tuple[bytes, SideFile]]:
+        """All in a directory that are no directories, by path. Raises CorruptError, LimitError."""
+        if depth > limits.PATH_DEPTH:
+            raise LimitError(f"{os.fsdecode(prefix)}: more than {limits.PATH_DEPTH} directories deep")
+        names = self._layer.names_in(directory)
+        for name, found in zip(names, self._layer.children(directory, names), strict=True):
+            if found is None:
+                continue  # removed meanwhile
+            inode, _ = found
+            if inode.is_directory:
+                yield from self.below(inode, prefix + name + b"/", depth + 1)
+            else:
+                yield prefix + name, self.side(inode, prefix + name)
 
     def side(self, inode: Inode, path: bytes) -> SideFile:
         """What is no directory; `path` is for messages. Raises CorruptError."""

@@ -178,6 +178,19 @@ def test_who_holds_it_is_told(run: Run, filled: Path) -> None:
         assert f"in use by process {os.getpid()}" in listed
 
 
+def test_two_overlays_are_compared(run: Run, filled: Path) -> None:
+    for name in ("arm1", "arm2"):
+        run("overlay", "create", filled, name, "--base", "run1/step-2")
+    edit(filled, "arm1")
+    one, two = f"{filled}:@overlays/arm1", f"{filled}:@overlays/arm2"
+    told = run("diff", one, two)
+    assert told.code == 1 and told.out.splitlines()[1:3] == ["removed  file new", "added  file notes/a b.txt"]
+    assert told.out.startswith("changed  head")
+    assert run("diff", two, f"{filled}:run1/step-2").code == 0
+    assert run("diff", f"{one}/model.safetensors", f"{two}/model.safetensors").out.startswith("changed  head")
+    assert run("diff", f"{one}/absent", two).code == 3 and run("diff", f"{filled}:@overlays/arm", two).code == 3
+
+
 def test_the_default_store(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCLIPFS_STORE", str(filled))
     assert run("overlay", "create", "arm1", "--base", "run1/step-2").code == 0
