@@ -251,7 +251,7 @@ def _part_files(name: str, part: StatePart, load: Callable[[str], bytes]) -> dic
 
 
 def _described(part: StatePart, files: list[str]) -> dict[str, object]:
-    dtypes = {name: placed.dtype for name, placed in part.tensors.items() if DTYPES[placed.dtype].parts > 1}
+    dtypes = {name: placed.dtype for name, placed in part.tensors.items() if not DTYPES[placed.dtype].exact}
     return {"files": files, "parameters": part.parameters, "dtypes": dtypes, "tree": part.tree}
 
 

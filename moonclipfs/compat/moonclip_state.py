@@ -2,14 +2,15 @@
 
 moonclip keeps the structure of each state dict as a pickle beside its tensors: `model._metadata`,
 `optimizer._metadata`, `extra/NAME._metadata`, in which a dict with the key `__tensor__` stands for each tensor. The
-pickles are read as data: nothing that they name is imported or called. What has no place in a tree is an error that
-names it, but for a whole state dict in a pickle (`PREFIX._blob`, of its first versions): that is kept as it is, and a
-manager loads it with `allow_pickle=True`.
+pickles are read as data: nothing that they name is imported or called. A tensor of a dtype that moonclip does not know
+lies in the pickle itself, and so does a whole state dict of its first versions (`PREFIX._blob`). What has no place in a
+tree is an error that names it.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -17,12 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonclipfs import limits
 from moonclipfs.compat.moonclip_tensors import DTYPES
 from moonclipfs.errors import CorruptError, ParseError, UsageError
+from moonclipfs.formats import torchlegacy
+from moonclipfs.formats.layout import RegionKind
 from moonclipfs.formats.pickle_reader import Global, Node, Pairs, Value
 from moonclipfs.formats.pickle_values import FROZEN_SET, SET, read_values
+from moonclipfs.types import BytesSource
 
 Path = tuple[object, ...]
 STRUCTURE = "._metadata"
@@ -81,20 +86,18 @@ def take_apart(known: Mapping[str, Known], load: Callable[[str], bytes]) -> dict
     for prefix in sorted({*structures, *blobs}, key=lambda prefix: (prefix != "model", prefix)):
         name, place = _part_of(prefix)
         part = parts.setdefault(name, StatePart({} if place else None))
-        if prefix in blobs:
-            tree: Any = {"$": "pickle", "v": base64.b64encode(load(blobs[prefix])).decode("ascii")}
-        else:
-            taker = _Taker(known, part, prefix)
-            value = _read(load(structures[prefix]), structures[prefix])
-            if name == "optimizer" and "model" in parts:
-                part.parameters = taker.parameter_names(value, parts["model"])
-            tree = taker.tree(value, place)
-            used |= taker.used
+        taker = _Taker(known, part, prefix)
+        source = blobs.get(prefix) or structures[prefix]  # of both, moonclip itself takes the blob
+        value = _read(load(source), source)
+        if name == "optimizer" and "model" in parts:
+            part.parameters = taker.parameter_names(value, parts["model"])
+        tree = taker.tree(value, place)
+        used |= taker.used
         if place:
             part.tree[place[0]] = tree
         else:
             part.tree = tree
-    rest = [name for name in known if name not in used and not _is_unplaced(name, parts)]
+    rest = [name for name in known if name not in used and name.partition("/")[0] not in blobs]
     if rest:
         _add_raw(parts.setdefault("raw" if "model" in parts else "model", StatePart({})), rest, known)
     return parts
@@ -105,12 +108,6 @@ def _part_of(prefix: str) -> tuple[str, Path]:
     if prefix.startswith(_EXTRA):
         return "extra", (prefix.removeprefix(_EXTRA),)
     return prefix.replace("/", ".") or "state", ()
-
-
-def _is_unplaced(name: str, parts: Mapping[str, StatePart]) -> bool:
-    """Whether a tensor is one of a state dict that is a blob: it has no place of its own."""
-    part = parts.get(name.partition("/")[0])
-    return part is not None and isinstance(part.tree, dict) and part.tree.get("$") == "pickle"
 
 
 def _add_raw(part: StatePart, names: Iterable[str], known: Mapping[str, Known]) -> None:
@@ -130,7 +127,7 @@ def _add_raw(part: StatePart, names: Iterable[str], known: Mapping[str, Known]) 
 
 def _read(data: bytes, name: str) -> Value:
     try:
-        return read_values(data)
+        return read_values(data, limits.FOREIGN_TENSOR_BYTES)
     except ParseError as error:
         raise CorruptError(f"{name} is not understood: {error}") from error
 
@@ -271,11 +268,37 @@ class _Taker:
                 return self._sequence("size", sizes, path)
             case "torch", "device", (str() as kind, *number):
                 return {"$": "device", "v": ":".join([kind, *(str(one) for one in number)])}
+            case "torch._utils", "_rebuild_parameter", (Node() as inner, *_):
+                return self.tree(inner, path)
+            case "torch._utils", "_rebuild_tensor_v2", (Node() as storage, int() as first, tuple(), tuple(), *_):
+                return self._pickled(storage, first, arguments, None, path)
+            case "torch._utils", "_rebuild_tensor_v3", (Node() as storage, int() as first, tuple(), tuple(), *_, _, _):
+                dtype = next((one for one in arguments[6:] if isinstance(one, Global)), None)
+                return self._pickled(storage, first, arguments, dtype, path)
             case module, "scalar", (Node() as dtype, bytes() as data) if module in _NUMPY:
                 return {"$": "np", "d": self._numpy_dtype(dtype, path), "v": data.hex()}
             case module, "_reconstruct", _ if module in _NUMPY and isinstance(node.state, tuple):
                 return self._array(node.state, path)
         return None
+
+    def _pickled(
+        self, storage: Node, first: int, arguments: tuple[Value, ...], dtype: Value, path: Path
+    ) -> dict[str, Any]:
+        """A tensor over a storage that torch pickled on its own."""
+        match (storage.function, storage.arguments):
+            case (Global("torch.storage", "_load_from_bytes"), (bytes() as data,)):
+                word, raw = _storage(data, self._where(path))
+            case _:
+                raise self._odd(path, "tensor over a storage that is not in its pickle")
+        word = dtype.name if isinstance(dtype, Global) and dtype.module == "torch" else word
+        if isinstance(arguments[-1], Pairs) and arguments[-1]:
+            raise self._odd(path, "tensor that is conjugated or negated when it is read")
+        sizes, strides = arguments[2], arguments[3]
+        numbers = (first, *sizes, *strides) if isinstance(sizes, tuple) and isinstance(strides, tuple) else (-1,)
+        if word not in DTYPES or any(type(one) is not int or not 0 <= one < 1 << 48 for one in numbers):
+            raise self._odd(path, f"tensor of {word or 'no dtype'} that is not read")
+        values = _strided(raw, _width(word, self._where(path)), numbers, self._where(path))
+        return self._keep(Placed(word, values.shape, data=values.tobytes()), path, "t")
 
     def _array(self, state: tuple[Value, ...], path: Path) -> dict[str, Any]:
         """A NumPy array, whose state is (version, shape, dtype, whether it is in Fortran's order, bytes)."""
@@ -311,7 +334,42 @@ class _Taker:
         return self._prefix + "".join(f"[{key!r}]" for key in path)
 
 
+_STORAGE = re.compile(rb"ctorch\n(\w{1,40})Storage\n")
+_STORAGES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}  # fmt: skip
 _TRAINED = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+def _storage(data: bytes, where: str) -> tuple[str, bytes]:
+    """The dtype that the class of a pickled storage tells, if any, and its bytes."""
+    try:
+        layout = torchlegacy.parse(BytesSource(data))
+    except ParseError as error:
+        raise CorruptError(f"{where}: its storage is not understood: {error}") from error
+    spans = [region for region in layout.regions if region.kind is RegionKind.TENSOR]
+    if len(spans) != 1 or layout.truncated:
+        raise CorruptError(f"{where}: its storage is not whole")
+    name = _STORAGE.search(data[: spans[0].offset])
+    return _STORAGES.get(name[1].decode(), "") if name else "", data[spans[0].offset : spans[0].end]
+
+
+def _strided(raw: bytes, width: int, numbers: tuple[Any, ...], where: str) -> NDArray[np.void]:
+    """The elements of a view of a storage; `numbers` are its first element, its shape and its strides."""
+    first, rest = numbers[0], numbers[1:]
+    if len(rest) % 2 or len(rest) > 2 * limits.DIMENSIONS:
+        raise CorruptError(f"{where}: shape and strides contradict each other")
+    shape, strides = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    count = math.prod(shape)
+    last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if count and ((last + 1) * width > len(raw) or count * width > max(len(raw), limits.TENSOR_SPREAD_BYTES)):
+        raise CorruptError(f"{where}: it reaches past its storage")
+    if not count:
+        return np.empty(shape, f"V{width}")
+    elements = np.frombuffer(raw, f"V{width}", len(raw) // width)[first:]
+    return np.lib.stride_tricks.as_strided(elements, shape, [one * width for one in strides], writeable=False)
 
 
 def _is_place(pairs: Pairs) -> bool:

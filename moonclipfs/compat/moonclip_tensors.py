@@ -26,10 +26,11 @@ _STEP = 4 * limits.MIB
 @dataclass(frozen=True, slots=True)
 class Carried:
     """How a dtype of torch lies in a safetensors file: as elements of `dtype`, `parts` of them for each of its own.
-    Where `parts` is above 1 the shape has one dimension more, and the file's word does not tell the dtype."""
+    Where `parts` is above 1 the shape has one dimension more. `exact`: the file's word tells the dtype."""
 
     dtype: DType
     parts: int = 1
+    exact: bool = True
 
 
 DTYPES = {
@@ -38,7 +39,10 @@ DTYPES = {
     "int16": Carried(DType.I16), "int8": Carried(DType.I8), "uint64": Carried(DType.U64),
     "uint32": Carried(DType.U32), "uint16": Carried(DType.U16), "uint8": Carried(DType.U8),
     "bool": Carried(DType.BOOL), "float8_e4m3fn": Carried(DType.F8_E4M3), "float8_e5m2": Carried(DType.F8_E5M2),
-    "complex64": Carried(DType.C64), "complex128": Carried(DType.F64, 2), "complex32": Carried(DType.F16, 2),
+    "float8_e4m3fnuz": Carried(DType.F8_E4M3FNUZ), "float8_e5m2fnuz": Carried(DType.F8_E5M2FNUZ),
+    "float8_e8m0fnu": Carried(DType.U8, 1, False), "float4_e2m1fn_x2": Carried(DType.U8, 1, False),
+    "complex64": Carried(DType.C64), "complex128": Carried(DType.F64, 2, False),
+    "complex32": Carried(DType.F16, 2, False),
 }  # fmt: skip
 """By torch's name."""
 _FLOATS = {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}

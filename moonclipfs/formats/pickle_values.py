@@ -45,10 +45,10 @@ class _ValueReader(PickleReader):
         self._new(node)
 
 
-def read_values(data: bytes) -> Value:
-    """The value of a whole pickle. Raises ParseError for one that is damaged, or longer than any."""
-    if len(data) > limits.PICKLE_BYTES:
-        raise ParseError(f"a pickle of {len(data)} bytes, at most {limits.PICKLE_BYTES} are read")
+def read_values(data: bytes, most: int = limits.PICKLE_BYTES) -> Value:
+    """The value of a whole pickle. Raises ParseError for one that is damaged, or longer than `most` bytes."""
+    if len(data) > most:
+        raise ParseError(f"a pickle of {len(data)} bytes, at most {most} are read")
     try:
         return _ValueReader(Window(BytesSource(data), 0, len(data))).read()
     except UnicodeDecodeError as error:

@@ -4,7 +4,7 @@
     python tests/compat/make_moonclip.py tests/corpus/moonclip/0.3.1
 
 Each store is a zip; `expected.json` has for each snapshot, in moonclip's order, the step, the metadata, and the dtype,
-shape and SHA-256 of each tensor as moonclip's own `load` gives it.
+shape and SHA-256 of each tensor as moonclip's own `load` gives it, and for `exotic` of what was saved.
 """
 
 from __future__ import annotations
@@ -121,6 +121,24 @@ def make(target: Path) -> None:
         tensors["gained"] = torch.arange(10)
         manager.save_raw(2, {name: tensor.contiguous() for name, tensor in tensors.items()})
         expected["odd"] = seal(place / "odd", target, "odd", manager)
+
+        net = Net()
+        net.register_buffer("freqs", torch.polar(torch.ones(6), torch.arange(6.0)).reshape(2, 3))
+        net.register_buffer("turned", torch.arange(6).to(torch.complex64).reshape(2, 3).T[1:])
+        net.register_buffer("eighth", torch.randn(7).to(torch.float8_e4m3fn))
+        net.register_buffer("wide", torch.arange(4).to(torch.uint32))
+        manager = moonclip.CheckpointManager(str(place / "exotic"), async_save=False)
+        manager.save(1, net)
+        expected["exotic"] = seal(place / "exotic", target, "exotic", manager)
+        expected["exotic_state"] = {
+            name: [
+                str(one.dtype).removeprefix("torch."),
+                list(one.shape),
+                hashlib.sha256(bytes(one.contiguous().view(torch.uint8).numpy())).hexdigest(),
+            ]
+            for name, one in net.state_dict().items()  # moonclip saves them, and torch cannot load all of them
+            if one.dim()
+        }
 
         for name in ("bf16", "fp16", "fp8", "fp64"):
             manager = moonclip.CheckpointManager(

@@ -59,7 +59,7 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["run", "odd", "bf16", "fp16", "fp8", "fp64"])
+@pytest.mark.parametrize("name", ["run", "odd", "exotic", "bf16", "fp16", "fp8", "fp64"])
 def test_every_tensor_is_what_moonclip_itself_loads(unpack: Unpack, version: str, name: str) -> None:
     source = MoonclipStore(unpack(name, version))
     tensors = Tensors(source)
@@ -146,6 +146,64 @@ def test_tensors_saved_by_name_alone(unpack: Unpack, store: Store) -> None:
                 assert (str(model[key].dtype), list(model[key].shape)) == (f"torch.{dtype}", shape)
                 raw = bytes(model[key].contiguous().reshape(-1).view(torch.uint8).numpy())
                 assert hashlib.sha256(raw).hexdigest() == digest, key
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_c20_tensors_that_moonclip_hides_in_pickles(unpack: Unpack, store: Store, version: str) -> None:
+    """Complex and 8-bit buffers of a model; they come out as tensors of its file."""
+    from moonclipfs.torch.manager import CheckpointManager
+
+    report = import_store(unpack("exotic", version), store)
+    assert report.problems == []
+    layout = store.layout(store.lookup(store.resolve("run/step-000001"), b"model.safetensors"))
+    assert {"freqs", "turned", "eighth", "wide"} <= {tensor.name for tensor in layout.tensors}
+    with CheckpointManager(store.path, "run") as manager:
+        model = manager.load(1).state["model"]
+    for name, (dtype, shape, digest) in expected(version)["exotic_state"].items():
+        assert (str(model[name].dtype), list(model[name].shape)) == (f"torch.{dtype}", shape)
+        raw = bytes(model[name].contiguous().view(torch.uint8).numpy())
+        assert hashlib.sha256(raw).hexdigest() == digest, name
+
+
+def test_a_state_dict_that_is_one_pickle(store: Store) -> None:
+    """As its first versions kept optimizers: `optimizer._blob`."""
+    import pickle
+
+    from moonclipfs.compat.moonclip_state import Known, take_apart
+
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    data = pickle.dumps(optimizer.state_dict())
+    known = {"optimizer._blob": Known("uint8", (), len(data))}
+    part = take_apart(known, lambda name: data)["optimizer"]
+    moment = part.tensors["state.0.exp_avg"]
+    assert (moment.dtype, moment.shape) == ("float32", (2, 3))
+    assert moment.data == optimizer.state_dict()["state"][0]["exp_avg"].numpy().tobytes()
+    assert part.tree["param_groups"][0]["betas"] == {"$": "tuple", "v": [0.9, 0.999]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (b"K\x00K\x02K\x03\x86", b"K\x07K\x02K\x03\x86"),
+        (b"K\x02K\x03\x86", b"K\xffK\xff\x86"),
+        (b"FloatStorage", b"QuiltStorage"),
+    ],
+)
+def test_pickled_tensors_that_reach_past_their_storage(change: tuple[bytes, bytes]) -> None:
+    import pickle
+
+    from moonclipfs.compat.moonclip_state import Known, take_apart
+    from moonclipfs.errors import UsageError
+
+    data = pickle.dumps({"a": torch.ones(2, 3)}, protocol=4)
+    changed = data.replace(*change)
+    assert changed != data
+    known = {"model._metadata": Known("uint8", (), len(changed))}
+    with pytest.raises((UsageError, CorruptError), match="model"):
+        take_apart(known, lambda name: changed)
 
 
 def test_files_have_the_time_of_the_save_and_deltas_pay(unpack: Unpack, store: Store) -> None:
