@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moonclipfs import limits
+from moonclipfs.formats import sniff
 from moonclipfs.formats.experts import Component, Layers, header, recognise
 from moonclipfs.formats.layout import Layout, Tensor
 from moonclipfs.formats.safetensors import parse
 from moonclipfs.types import BytesSource, DType
+from tests.formats.samples import CORPUS_FILES, HOSTILE_FILES
 
 Shapes = Mapping[str, tuple[DType, tuple[int, ...]]]
 F, B, U8, F8 = DType.F32, DType.BF16, DType.U8, DType.F8_E4M3
@@ -429,3 +432,8 @@ def test_nothing_that_a_file_says_raises(files: list[tuple[str, str, list[Tensor
             for part in parts:
                 start, end = spans[part.file, part.origin.partition("[")[0]]
                 assert start <= part.offset and part.offset + part.length <= end
+
+
+@pytest.mark.parametrize("path", [*CORPUS_FILES, *HOSTILE_FILES], ids=lambda path: path.name)
+def test_no_file_of_the_corpus_breaks_the_recognition(path: Path) -> None:
+    assert isinstance(recognise([(path.name, sniff.parse(BytesSource(path.read_bytes())))]), dict)

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -251,6 +252,38 @@ def test_written_experts_survive_a_remount_and_are_committed(place: Place, mount
     assert not (place.layer / ".left").exists()
     assert {name: hashlib.sha256((base / name).read_bytes()).digest() for name in before} == before
     assert same(load_file(place.mounted.path / "@experts/run/ckpt/L001/e00002.safetensors"), WANTED)
+
+
+def test_experts_are_old_or_new_when_the_server_is_killed(
+    place: Place, mounter: Mounter, expect_log: Callable[[str], None]
+) -> None:
+    """When the server is killed while experts are replaced, each large file holds old or new bytes of each."""
+    stop, done = threading.Event(), []
+
+    def train() -> None:
+        step = 0
+        try:
+            while not stop.is_set():
+                step += 1
+                save_file({name: np.full_like(array, step) for name, array in WANTED.items()}, str(place.expert))
+                done.append(step)
+        except OSError:
+            pass  # the server is gone
+        except Exception as error:
+            assert "os error" in str(error), error
+
+    writer = threading.Thread(target=train)
+    writer.start()
+    eventually(lambda: len(done) > 20, 20)
+    os.kill(place.mounted.pid, signal.SIGKILL)
+    writer.join()
+    stop.set()
+    expect_log("cleared a dead mount")
+    mounter(place.mounted.store, read_only=False)
+    found = {name: {float(one) for one in np.unique(array)} for name, array in place.large().items()}
+    assert len(found["w1.weight"] | found["w3.weight"]) == len(found["w2.weight"]) == 1, "one is of each file"
+    assert set.union(*found.values()) <= {float(done[-1]), done[-1] + 1.0}
+    assert same(load_file(place.expert), place.large())
 
 
 def test_an_overlay_is_not_discarded_while_an_expert_is_open(place: Place) -> None:
