@@ -99,13 +99,14 @@ class LiveServer(Server):
             self.live.encoder.stop()
             self.live.layer.close()
             return
-        try:
-            self.problems = [*self.overlays.close(), *self.live.close()]
-        except Exception as error:  # whoever unmounts is to know
-            log.exception("closing the layer: unexpected error")
-            self.problems = [f"unexpected error: {error!r}"]
-            self.live.encoder.stop()
-            self.live.layer.close()
+        for end in (self.overlays.close, self.live.close):
+            try:
+                self.problems += end()
+            except Exception as error:  # whoever unmounts is to know
+                log.exception("closing the layers: unexpected error")
+                self.problems.append(f"unexpected error: {error!r}")
+        self.live.encoder.stop()
+        self.live.layer.close()
         for problem in self.problems:
             log.error("not everything is stored, and stays staged: %s", problem)
         self._ended.set()

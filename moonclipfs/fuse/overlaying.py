@@ -16,7 +16,7 @@ import pyfuse3
 import trio
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, MoonclipError, NotFoundError, UsageError
+from moonclipfs.errors import BusyError, NotFoundError, UsageError
 from moonclipfs.fuse.control import Verb
 from moonclipfs.fuse.expertserving import (
     EXPERTS_OVERLAYS_NUMBER,
@@ -320,10 +320,11 @@ class MountedOverlays:
         """
         names: list[tuple[int, bytes]] = []
         files, self._dropped = self._dropped, []
-        for served in below:
-            for inode in self._operations.layers.known_of(served):
-                names += [(parent.number, name) for parent, name in served.links(inode)]
-                files += [inode.number] if inode.is_file else []
+        for overlay in below:
+            for served in filter(None, (overlay, overlay.experts)):
+                for inode in self._operations.layers.known_of(served):
+                    names += [(parent.number, name) for parent, name in served.links(inode)]
+                    files += [inode.number] if inode.is_file else []
         return names, files
 
     # The ends of owners
@@ -341,8 +342,8 @@ class MountedOverlays:
             self._crowded = trio.Event()
             try:
                 await trio.to_thread.run_sync(self.make_room)
-            except MoonclipError as error:
-                log.warning("overlays that nobody uses stay open: %s", error)
+            except Exception:  # which must not end the mount
+                log.exception("overlays that nobody uses stay open")
 
     async def _await_end(self, descriptor: int, layer: str) -> None:
         try:
@@ -357,8 +358,8 @@ class MountedOverlays:
             try:
                 self.discard(name, force=True)
                 log.info("overlay %s is discarded: its process has ended", name)
-            except MoonclipError as error:
-                log.error("overlay %s, whose process has ended, cannot be discarded: %s", name, error)
+            except Exception:  # which must not end the mount
+                log.exception("overlay %s, whose process has ended, cannot be discarded", name)
         self.tell()
 
     def _on_loop(self, work: Callable[..., T], *args: Any) -> T:
