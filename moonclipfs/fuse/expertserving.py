@@ -96,6 +96,11 @@ class ServedWithExperts(Served):
 
     experts: ServedExperts | None = None
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether files wait to become experts of it."""
+        return self.experts is not None and self.experts.experts.is_waited_for
+
     def serve_experts(self, tables: Tables) -> ServedExperts:
         """Serve them from here on."""
         if self.experts is None:

@@ -199,11 +199,17 @@ class MountedOverlays:
                     self._remove(again)
 
     def _unused(self) -> list[ServedOverlay]:
-        """On the event loop: some overlays in which nothing is open. Ephemeral ones would end."""
+        """On the event loop: some overlays in which nothing is open. Ephemeral ones would end, and so would files that
+        wait to become experts.
+        """
         operations = self._operations
         busy = {file.served for file in operations.open_files.values()}
         busy |= {directory.served for directory in operations.open_directories.values()}
-        idle = [one for one in self.by_name.values() if not ({one, one.experts} & busy or one.overlay.info.ephemeral)]
+        idle = [
+            one
+            for one in self.by_name.values()
+            if not ({one, one.experts} & busy or one.overlay.info.ephemeral or one.is_waited_for)
+        ]
         return idle[: limits.OVERLAYS_OPEN // 8]
 
     def _forgotten(self, idle: list[ServedOverlay]) -> list[ServedOverlay]:

@@ -365,6 +365,11 @@ class OverlayExperts:
                 names = [(mirror_number(self.layer.id, parent.number), name) for parent, name in inode.real.links]
             return [(self._inodes[number], name) for number, name in names if number in self._inodes]
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether files that were made here wait to become experts: they end with this."""
+        return bool(self._temporary)
+
     def let_go(self) -> None:
         """The layer is gone: nothing is known of it any more."""
         with self.lock:

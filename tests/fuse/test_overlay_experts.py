@@ -322,6 +322,22 @@ def test_a_large_file_that_is_replaced_takes_its_experts_along(place: Place) -> 
     assert errno_of(lambda: os.stat(place.expert)) == errno.ENOENT
 
 
+def test_a_rebase_shows_the_experts_of_the_new_base_at_once(place: Place, store: Store) -> None:
+    """After a rebase, experts that were not changed in the overlay are those of the new base, and others stay."""
+    other = place.layer / "e00001.safetensors"
+    before = load_file(other)
+    assert same(load_file(place.expert), WANTED)
+    newer = {name: array * 3 for name, array in ARRAYS.items()}
+    publish(store, "run/ckpt", {**shards(newer), "config.json": b"{}"})
+    ask(str(place.mounted.path), "overlay_rebase", None, name="x")
+    assert same(load_file(place.expert), {name: array * 3 for name, array in WANTED.items()})
+    save_file(plus(1), str(place.expert))
+    publish(store, "run/ckpt", {**shards(ARRAYS), "config.json": b"{}"})
+    ask(str(place.mounted.path), "overlay_rebase", None, name="x")
+    assert same(load_file(place.expert), plus(1)), "the files of the overlay stay as they are"
+    assert same(load_file(other), {name: array * 3 for name, array in before.items()})
+
+
 def test_an_expert_store_works_on_the_experts_of_an_overlay(place: Place) -> None:
     """moonclipfs.torch.ExpertStore reads and writes the experts of an overlay of any layout."""
     torch = pytest.importorskip("torch")
