@@ -22,13 +22,14 @@ import moonclipfs
 from moonclipfs import limits
 from moonclipfs.layers.live import Live, LiveOptions
 from moonclipfs.store.gc import collect
+from moonclipfs.store.pins import pin, unpin
 from moonclipfs.store.publish import Ingest
 from moonclipfs.store.store import Store, root_metadata
 from moonclipfs.types import NO_ID, Attributes, BytesSource, DType, Entry, EntryType, Version
 
 STORES = Path(__file__).parents[1] / "corpus" / "stores"
 TIME_NS = 1_796_000_000_123_456_789
-CHECKPOINT_EVERY = 7
+CHECKPOINT_EVERY = 8
 """The checkpoint comes when all is bound, and each other kind of record behind it, where a reader has to apply it."""
 
 LAYER = "golden"
@@ -215,6 +216,7 @@ def fill(golden: Golden, index_path: Path) -> None:
     for number in (1, 2, 3):
         previous = golden.publish(f"run/step-{number}", checkpoint(model, number), previous)
         model.step()
+    pin(store, [("run/step-1", 1), ("run/step-2", 1)])
     golden.publish("run/step-3", {b"note": File(b"a second version of step 3" * 300)})
     golden.publish("removed", {b"f": File(np.random.default_rng(1).bytes(5000))})
     golden.publish("before", {b"f": File(np.random.default_rng(2).bytes(5000))})
@@ -227,6 +229,7 @@ def fill(golden: Golden, index_path: Path) -> None:
         waiting = collect(store, wait_seconds=0, repack=False).waiting_packs
     if waiting != 1:
         raise SystemExit(f"{waiting} packs are condemned instead of 1")
+    unpin(store, [("run/step-2", 1)])
     golden.publish("last", {b"f": File(b"after the last checkpoint" * 300)})
 
 
@@ -292,6 +295,7 @@ def make(target: Path) -> None:
             names = store.names()
             bound = {version.path: version.number for version in names.bound().values()}
             condemned = sorted(names.condemned())
+            pins = {f"{name}@{number}": list(why) for (name, number), why in names.pins().items()}
             layer = fill_layer(store, golden)
     # What only matters to those who write, and is large or empty.
     (path / "reserve").unlink()
@@ -302,6 +306,7 @@ def make(target: Path) -> None:
     expected = {
         "bound": bound,
         "condemned": condemned,
+        "pins": pins,
         "files": {
             str(found.relative_to(path)): found.stat().st_size for found in sorted(path.rglob("*")) if found.is_file()
         },

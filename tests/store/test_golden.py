@@ -107,6 +107,8 @@ def check(store: Store, expected: dict[str, Any]) -> None:
     names = store.names()
     assert {version.path: version.number for version in names.bound().values()} == expected["bound"]
     assert {f"{version.path}@{version.number}" for version in names.all_versions()} == set(expected["versions"])
+    pins = {f"{name}@{number}": list(why) for (name, number), why in names.pins().items()}
+    assert pins == expected.get("pins", {})
     for spec, rows in expected["versions"].items():
         assert read(store, spec) == rows, spec
 
@@ -228,8 +230,9 @@ def test_it_has_every_kind_of_record(golden: Path, release: str) -> None:
     """Behind the checkpoint, so that a reader has to apply them."""
     types = [record_type(record.read_bytes()) for record in sorted(golden.glob("log/*"))]
     last = len(types) - 1 - types[::-1].index("checkpoint")
-    assert set(types[last + 1 :]) == {"bind", "unbind", "move", "forget", "condemn"}
     expected = expected_of(release)
+    pins = {"pin"} if "pins" in expected else set()
+    assert set(types[last + 1 :]) == {"bind", "unbind", "move", "forget", "condemn", *pins}
     numbers = Counter(spec.rpartition("@")[0] for spec in expected["versions"])
     assert max(numbers.values()) > 1 and set(numbers) - set(expected["bound"])
     assert len(packs_on_disk(golden)) > 2 and set(expected["condemned"]) < packs_on_disk(golden)
