@@ -10,7 +10,9 @@ import torch
 
 import moonclipfs
 from moonclipfs import CheckpointManager
-from moonclipfs.errors import FormatVersionError, NotFoundError, UsageError
+from moonclipfs.errors import CorruptError, FormatVersionError, NotFoundError, UsageError
+from moonclipfs.store.retention import Rules
+from moonclipfs.store.store import Store
 from tests.torch.kit import adam, model, same, train
 
 
@@ -111,3 +113,56 @@ def test_named_tensors_are_read_alone(manager: CheckpointManager) -> None:
         manager.load_tensors(1, ["1.weight"])
     with pytest.raises(NotFoundError, match=r"did you mean 1\.weight"):
         manager.load_tensors(1, ["1.weights"])
+
+
+def test_the_final_snapshot_is_one_link_from_a_full_one(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 15: it returns when that is done, and a failure is raised."""
+    torch.manual_seed(0)
+    weights = torch.randn(100_000)
+    for step in range(5):
+        manager.save_raw(step, {"a": weights + step * 1e-4 * torch.randn(100_000)})
+    last = {"a": weights + 1e-3}
+    assert manager.save_final(5, last) == "run1/step-000005"
+    with Store.open(tmp_path / "store") as store:
+        entry = store.lookup(store.resolve("run1/step-000005"), b"model.safetensors")
+        links = [len(store.objects.chain(one)) - 1 for one in store.recipe(entry).object_ids()]
+        assert max(links) <= 1
+    assert same(manager.load_latest().state["model"], last)
+
+    def fail(*_: object, **__: object) -> None:
+        raise CorruptError("it does not read back")
+
+    monkeypatch.setattr("moonclipfs.torch.manager.optimize", fail)
+    with pytest.raises(CorruptError, match="it does not read back"):
+        manager.save_final(6, last)
+
+
+def test_the_best_survives_a_restart(manager: CheckpointManager, tmp_path: Path) -> None:
+    assert manager.save_best(1, 0.5, {"a": torch.ones(1)}) == "run1/step-000001"
+    assert manager.save_best(2, 0.7, {"a": torch.ones(1)}) is None
+    assert manager.save_best(3, float("nan"), {"a": torch.ones(1)}) is None
+    assert manager.save_best(3, 0.2, {"a": torch.ones(1)}, metric_name="accuracy", lower_is_better=False) is not None
+    manager.flush()
+    with CheckpointManager(tmp_path / "store", "run1", retention=Rules(keep_last=1)) as again:
+        assert again.save_best(4, 0.5, {"a": torch.ones(1)}) is None
+        assert again.save_best(5, 0.4, {"a": torch.ones(1)}) == "run1/step-000005"
+        assert again.save_best(6, 0.1, {"a": torch.ones(1)}, metric_name="accuracy", lower_is_better=False) is None
+        for step in (7, 8):
+            again.save_raw(step, {"a": torch.ones(1)})
+        assert [info.step for info in again.list_snapshots()] == [3, 5, 8], "the best by each metric, and the last"
+
+
+def test_rules_of_a_manager_are_for_its_run_alone(manager: CheckpointManager, tmp_path: Path) -> None:
+    """Case 6: the newest always stays; what a rule lets go does not take its base with it."""
+    for step in range(3):
+        manager.save_raw(step, {"a": torch.randn(5000)})
+    manager.flush()
+    with CheckpointManager(tmp_path / "store", "run2", retention=Rules(keep_total=1)) as other:
+        for step in range(4):
+            tensors = {"a": torch.full((50_000,), float(step))}
+            other.save_raw(step, tensors)
+        assert [info.step for info in other.list_snapshots()] == [3]
+        assert same(other.load_latest().state["model"], tensors)
+    assert [info.step for info in manager.list_snapshots()] == [0, 1, 2]
