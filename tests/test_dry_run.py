@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from tests.cli.conftest import checkpoint, safetensors, weights
 Place = Path | LayerPath
 
 
+_SLOW_MOUNT = pytest.param("mount", marks=pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -37,14 +41,20 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOONCLIPFS_STORE", raising=False)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    """A store of the snapshot model."""
-    path = tmp_path / "store"
-    source = checkpoint(tmp_path / "src", 2)
-    for words in (["init", path], ["add", path, source, "--as", "model"]):
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("template")
+    source = checkpoint(root / "src", 2)
+    for words in (["init", root / "store"], ["add", root / "store", source, "--as", "model"]):
         assert main([str(word) for word in words]) == 0
-    return path
+    return root
+
+
+@pytest.fixture
+def store(tmp_path: Path, template: Path) -> Path:
+    """A store of the snapshot model, whose source is in src/ beside it."""
+    shutil.copytree(template, tmp_path, symlinks=True, dirs_exist_ok=True)
+    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -133,6 +143,7 @@ def test_a_dry_run_leaves_nothing(way: tuple[Path, bool | None], store: Path) ->
         run.diff()
 
 
+@pytest.mark.parametrize("way", ["private mount", "no mount", _SLOW_MOUNT], indirect=True)
 def test_a_dry_run_can_be_kept(way: tuple[Path, bool | None], store: Path) -> None:
     """With commit, it is saved to as any directory, and its snapshot holds exactly what it showed."""
     where, mounting = way
@@ -247,7 +258,7 @@ def test_an_overlay_of_a_mount_goes_with_the_process_that_made_it(mounted: Path,
 # Overlay objects
 
 
-@pytest.fixture(params=["mount", "store"])
+@pytest.fixture(params=[_SLOW_MOUNT, "store"])
 def where(request: pytest.FixtureRequest, store: Path) -> Path:
     return request.getfixturevalue("mounted") if request.param == "mount" else store
 
