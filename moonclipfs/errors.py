@@ -195,6 +195,13 @@ class MountError(MoonclipError):
     exit_code = 14
 
 
+class RanksError(MoonclipError):
+    """A save of several ranks is not whole: one of them did not bring its part."""
+
+    exit_code = 15
+    retry = True
+
+
 class ParseError(Exception):
     """A file is not of the format it looked like. Never leaves `formats`: the file is stored as opaque bytes."""
 

@@ -282,6 +282,18 @@ EXPERT_QUEUE = 256
 SHARD_BYTES = 5 * 10**9
 """A part of a snapshot with more bytes of tensors is split into several files."""
 
+# Saves of several ranks
+RANKS = 1 << 16
+RANKS_WAIT_SECONDS = 1800.0
+"""How long ranks wait for each other's parts of a snapshot: as long as `torch.distributed` does by default."""
+RANKS_LIST_SECONDS = 10.0
+"""How long a rank waits to hear what others store, so that it need not."""
+RANKS_POLL_SECONDS = 0.2
+RANKS_LOOK_SECONDS = 1.0
+"""How often a rank that waits looks whether the others live."""
+RANK_NOTE_BYTES = 1 * GIB
+"""No note of a rank is longer."""
+
 # Stores of other programs
 FOREIGN_SNAPSHOTS = 1 << 20
 """Snapshots in an index that is read."""

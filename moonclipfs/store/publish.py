@@ -139,6 +139,34 @@ class Ingest(Intake):
             self._follow(names)
             self._rescue(roots)
 
+    def leave_out(self, object_ids: Iterable[ObjectId]) -> None:
+        """Let files refer to these objects where they are not here: another process stores them for the same snapshot,
+        and whoever publishes it has to `take_over` the files.
+        """
+        self._packs_sink.leave_out(object_ids)
+
+    def hand_over(self) -> None:
+        """Make everything durable for another process to take over. Until `close`, as long as this process lives, the
+        hold of this ingest keeps it from gc. Raises LeaseLostError, MissingObjectError.
+        """
+        self._packs_sink.flush()
+        self._packs_sink.require_found()
+        self._lease.check()
+
+    def take_over(self, roots: Iterable[tuple[Kind, ObjectId]]) -> None:
+        """Refer to what other processes have handed over, all of whom live still after this ingest was made: from then
+        on our hold keeps it too. What lies in packs that were condemned meanwhile is stored again.
+
+        Raises MissingObjectError for what none of them has stored.
+        """
+        self._packs_sink.leave_out(())
+        self._index.sync()
+        reader = ObjectReader(self._packs_sink, self._packs_sink, 0)
+        copied: set[ObjectId] = set()
+        for object_id in self._needed((kind, root) for kind, root in roots if root != NO_ID):
+            if self._packs_sink.find(object_id) is None:
+                self._copy_chain(reader.chain(object_id), copied)
+
     def _follow(self, names: Names) -> None:
         """Refer to nothing more that was condemned meanwhile."""
         self._condemned.update(names.condemned())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -133,6 +133,7 @@ class PackSink(_Seen):
         self._packs = packs
         self._found_packs: set[str] = set()
         self._found_bases: set[ObjectId] = set()
+        self._left_out: set[ObjectId] = set()
         self._writer = PackWriter(backend, self._published)
         self.objects = ObjectReader(self, self, _CACHE_BYTES)
         self._scratch = threading.local()
@@ -144,7 +145,13 @@ class PackSink(_Seen):
             self._found_packs.add(location.pack)
             if location.base != NO_ID:
                 self._found_bases.add(location.base)
+        elif object_id in self._left_out:
+            return Location(object_id, "", 0, 0, 0, Kind.DATA, DType.BYTES)
         return location
+
+    def leave_out(self, object_ids: Iterable[ObjectId]) -> None:
+        """Take these, and no others, for found where they are not: another process stores them."""
+        self._left_out = set(object_ids)
 
     def put(self, kind: Kind, raw: Buffer, object_id: ObjectId, hints: Hints) -> Location:
         """See `Sink.put`."""

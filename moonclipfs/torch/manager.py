@@ -17,7 +17,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,13 +35,16 @@ from moonclipfs.torch.background import Background
 from moonclipfs.torch.casting import CastRules
 from moonclipfs.torch.console import tell
 from moonclipfs.torch.dtypes import dtype_name
+from moonclipfs.torch.extrafiles import contents
 from moonclipfs.torch.loading import Loading
 from moonclipfs.torch.place import Place
 from moonclipfs.torch.profile import Profile, wanted
+from moonclipfs.torch.ranks import Ranks
 from moonclipfs.torch.reading import read_all
 from moonclipfs.torch.saved import Saved
 from moonclipfs.torch.staging import HostBuffers
 from moonclipfs.torch.tidying import Tidying
+from moonclipfs.torch.topology import topology
 from moonclipfs.torch.workers import Workers, thread_count
 from moonclipfs.types import Version
 
@@ -79,13 +82,18 @@ class CheckpointManager:
         async_save: bool = True,
         allow_pickle: bool = False,
         max_shard_bytes: int = limits.SHARD_BYTES,
+        world_size: int | str | None = None,
+        rank: int | str | None = None,
     ) -> None:
         """Saves go to `name/step-000500` of a store, which the first save makes where there is none.
 
         `retention` says which snapshots of the run stay, after each save; by default all do. `async_save` encodes in
         the background. `allow_pickle` keeps, and loads, values that nothing but a pickle can hold. A part of more than
-        `max_shard_bytes` is split into several files. Raises UsageError, FormatVersionError for a directory that is no
-        store, NotFoundError where none can be made, PermissionDeniedError.
+        `max_shard_bytes` is split into several files.
+
+        Where `world_size` ranks save into one store ("auto": as many as the launcher says), each makes the same saves
+        in the same order, and there is one snapshot of all. Raises UsageError, FormatVersionError for a directory that
+        is no store, NotFoundError where none can be made, PermissionDeniedError.
         """
         self.name = check_path(name)
         self._rules = None if retention is None else replace(retention, names=(name,))
@@ -93,7 +101,12 @@ class CheckpointManager:
         self._async = async_save
         self._allow_pickle = allow_pickle
         self._most_bytes = max_shard_bytes
-        self._place = Place(store)
+        self._ranks: Ranks | None = None
+        size, number = topology(world_size, rank)
+        self._place = Place(store, made_elsewhere=number > 0)
+        if size > 1:
+            self._ranks = Ranks(self._place, self.name, size, number)
+        self._topology = (size, number)
         self._workers = Workers(thread_count())
         self._background = Background()
         self._tidying = Tidying(self._place)
@@ -203,10 +216,23 @@ class CheckpointManager:
         about: Mapping[str, Any],
     ) -> str:
         self._check_process()
+        if self._ranks is None:
+            return self._save_here(step, given, metadata, extra_files, about)
+        with self._ranks.preparing():
+            return self._save_here(step, given, metadata, extra_files, about)
+
+    def _save_here(
+        self,
+        step: int,
+        given: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None,
+        extra_files: Mapping[str, str | bytes | os.PathLike[str]] | None,
+        about: Mapping[str, Any],
+    ) -> str:
         if step < 0:
             raise UsageError(f"step {step}: a step is 0 or more")
         taken = parts.take(given, allow_pickle=self._allow_pickle)
-        files = _contents(extra_files or {})
+        files = contents(extra_files or {})
         self._tell_unmatched(taken)
         path = runs.path_of(self.name, step)
         profile = Profile(path)
@@ -215,17 +241,19 @@ class CheckpointManager:
         store = self._place.for_saving()
         with profile.phase("copy"):
             staged, shared = saving.capture(taken, self._buffers, self._workers, self._workers.threads)
-        record = {**about, runs.MANAGER: {"attempt": secrets.token_hex(8)}, runs.USER: dict(metadata or {})}
+        attempt = {"attempt": secrets.token_hex(8)} if self._ranks is None else self._ranks.about()
+        record = {**about, runs.MANAGER: attempt, runs.USER: dict(metadata or {})}
         job = saving.Job(path, step, taken, staged, shared, files, record, self._cast, profile, self._published)
         self._published = None
+        put = saving.store_job if self._ranks is None else partial(self._ranks.store_job, self._ranks.take_up())
 
         def run() -> None:
             self._place.measure(profile)
-            published = self._published = saving.store_job(store, job, self._workers, self._most_bytes)
+            published = self._published = put(store, job, self._workers, self._most_bytes)
             self._place.measure(None)
             if wanted():
                 profile.tell(runs.bytes_of(published.version), published.stored)
-            if self._rules is not None:
+            if self._rules is not None and self._topology[1] == 0:
                 self._tidying.dropped(len(retain(store, self._rules).drop))
 
         failure = self._background.failure()
@@ -331,7 +359,7 @@ class CheckpointManager:
         """
         self._wait()
         with self._place.reading() as all_names:
-            saved = Saved(self._place.store(), runs.find(all_names, self.name, step_or_id))
+            saved = Saved(self._place.store(), runs.find(all_names, self.name, step_or_id), self._topology)
             wanted = [(name, saved.find(name)) for name in names]
             device = torch.device(map_location or "cpu")
             made = {name: torch.empty(one.shape, dtype=one.dtype, device=device) for name, one in wanted}
@@ -341,15 +369,19 @@ class CheckpointManager:
     def _load(
         self, version: Version, given: Mapping[str, Any], strict: bool, map_location: str | torch.device | None
     ) -> Loaded:
-        saved = Saved(self._place.store(), version)
+        saved = Saved(self._place.store(), version, self._topology)
         device = None if map_location is None else torch.device(map_location)
         loading = Loading(saved, device=device, strict=strict, allow_pickle=self._allow_pickle)
         targets = {part: target for part, target in given.items() if target is not None}
         finish: list[Callable[[], object]] = []
         for part, target in targets.items():
             finish.append(loading.plan_into(part, target))
-        wanted = [part for part in saved.parts if part not in targets] if not targets else ["extra"]
-        state = {part: loading.plan_state(part) for part in wanted if part in saved.parts}
+        if targets and "extra" in saved.others:
+            log.warning(
+                "%s was saved by %s ranks, and what each gave as extra is not loaded here", saved.id, saved.ranks
+            )
+        wanted = ["extra"] if targets else [*saved.parts, *saved.others]
+        state = {part: loading.plan_state(part) for part in wanted if part in saved.parts or not targets}
         loading.read(self._workers)
         for call in finish:
             call()
@@ -364,7 +396,7 @@ class CheckpointManager:
         self._wait()
         with self._place.reading() as names:
             version = runs.find(names, self.name, step_or_id)
-            saved = Saved(self._place.store(), version)
+            saved = Saved(self._place.store(), version, self._topology)
             kept = [part for part in saved.parts if not set(saved.parts[part]["files"]) & set(runs.thinned_of(version))]
             tensors = {part: saved.tensors(part).values() for part in kept}
             described = {
@@ -440,6 +472,8 @@ class CheckpointManager:
         """Wait for what is in flight, and close the store. Raises what a save failed with."""
         self._wait()
         self._tidying.close()
+        if self._ranks is not None:
+            self._ranks.close()
         self._workers.shutdown()
         self._place.close()
         self._raise_failure()
@@ -464,19 +498,3 @@ class CheckpointManager:
             raise UsageError(
                 f"this CheckpointManager belongs to process {self._pid}, and this is a fork of it: make one here"
             )
-
-
-def _contents(files: Mapping[str, str | bytes | os.PathLike[str]]) -> dict[str, bytes]:
-    """The bytes of extra files by name. Raises UsageError for a name that a part or the store has."""
-    found = {}
-    for name, content in files.items():
-        taken = name == parts.STATE_FILE or name.partition(".")[2].startswith("safetensors")
-        if taken or not name or "/" in name or name in (".", "..") or "\0" in name:
-            raise UsageError(f"extra_files: {name!r} cannot be the name of an extra file")
-        if isinstance(content, bytes):
-            found[name] = content
-        elif isinstance(content, str):
-            found[name] = content.encode()
-        else:
-            found[name] = Path(content).read_bytes()
-    return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moonclipfs import limits
 from moonclipfs.errors import FormatVersionError, NotFoundError, PermissionDeniedError, UsageError
 from moonclipfs.layers.claims import Claims
 from moonclipfs.store.log import Names
@@ -20,9 +22,11 @@ from moonclipfs.types import NO_ID
 class Place:
     """A store, or the directory where one is to be. A typo in a path makes no store: only saving does."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens what is there. Raises UsageError for a path inside a mount that saves cannot go to, FormatVersionError
-        for something else than a store, NotFoundError and PermissionDeniedError where none could be made.
+    def __init__(self, path: str | os.PathLike[str], *, made_elsewhere: bool = False) -> None:
+        """Opens what is there; with `made_elsewhere`, another process may be making it just then.
+
+        Raises UsageError for a path inside a mount that saves cannot go to, FormatVersionError for something else than
+        a store, NotFoundError and PermissionDeniedError where none could be made.
         """
         self.path = _store_behind(Path(path))
         self._store: Store | None = None
@@ -30,7 +34,7 @@ class Place:
         self._claims: Claims | None = None
         if is_store(self.path):
             self._open()
-        else:
+        elif not made_elsewhere:
             _check_can_be_made(self.path)
 
     def for_saving(self) -> Store:
@@ -43,6 +47,14 @@ class Place:
         if not store.write:
             raise PermissionDeniedError(f"nothing can be saved in {self.path}: it can only be read")
         return store
+
+    def await_store(self, seconds: float) -> None:
+        """Return when there is a store. Raises NotFoundError when there is none after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not is_store(self.path):
+            if time.monotonic() > deadline:
+                raise NotFoundError(f"no store at {self.path} after {seconds:g} s: the first save of rank 0 makes it")
+            time.sleep(limits.RANKS_POLL_SECONDS / 4)
 
     def store(self) -> Store:
         """The store. Raises NotFoundError when there is none."""

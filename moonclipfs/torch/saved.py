@@ -45,11 +45,19 @@ class Saved:
     snapshot.
     """
 
-    def __init__(self, store: Store, version: Version) -> None:
+    def __init__(self, store: Store, version: Version, topology: tuple[int, int] = (1, 0)) -> None:
+        """`topology` is the number of ranks of whoever loads, and which of them that is: what is each rank's own is
+        there for as many ranks as saved it.
+        """
         self.store = store
         self.version = version
         self.id = f"{version.path}@{version.number}"
-        self.state = self._read_state()
+        self.state = self._read_state(STATE_FILE)
+        self.ranks = int(self.state.get("world_size", 1))
+        """How many saved it."""
+        self.others: list[str] = []
+        """The parts that are each rank's own, and not for this topology."""
+        self._take_in_own(*topology)
         self._tensors: dict[str, dict[str, SavedTensor]] = {}
 
     @property
@@ -76,7 +84,26 @@ class Saved:
         """How the tensors of a part are named. Raises NotFoundError."""
         return namer_of(self._part(part)["parameters"])
 
+    def _take_in_own(self, world_size: int, rank: int) -> None:
+        ranked = [str(part) for part in self.state.get("ranked", ())]
+        if not ranked:
+            return
+        if world_size != self.ranks:
+            self.others = ranked
+            return
+        directory = f"rank-{rank:05}"
+        own = self._read_state(f"{directory}/{STATE_FILE}")
+        for about in own["parts"].values():
+            about["files"] = [f"{directory}/{file}" for file in about["files"]]
+        self.state["parts"] |= own["parts"]
+        self.state["shared"] += own["shared"]
+
     def _part(self, part: str) -> Any:
+        if part in self.others:
+            raise UsageError(
+                f"{self.id} was saved by {self.ranks} ranks, each with {part} of its own: load it with "
+                f"world_size={self.ranks} and a rank, or save and load with moonclipfs.torch.dcp, which reshards"
+            )
         if part not in self.parts:
             raise NotFoundError(f"{self.id} has no {part}; it has {', '.join(self.parts) or 'nothing'}")
         return self.parts[part]
@@ -84,7 +111,7 @@ class Saved:
     def tensors(self, part: str) -> Mapping[str, SavedTensor]:
         """The tensors of a part by name; reads the headers of its files."""
         if part not in self._tensors:
-            about = self.parts[part]
+            about = self._part(part)
             found = {}
             for file in about["files"]:
                 for tensor, reader in self._in_file(file):
@@ -140,9 +167,9 @@ class Saved:
         reader = self.store.open_file(entry)
         return [(tensor, reader) for tensor in layout.tensors]
 
-    def _read_state(self) -> dict[str, Any]:
+    def _read_state(self, place: str) -> dict[str, Any]:
         try:
-            entry = self.store.lookup(self.version, STATE_FILE.encode())
+            entry = self.store.lookup(self.version, place.encode())
         except NotFoundError as error:
             raise NotFoundError(f"{self.id} was not saved by a checkpoint manager: it has no {STATE_FILE}") from error
         if entry.size > limits.HEADER_BYTES:
@@ -161,6 +188,7 @@ class Saved:
             if not all(isinstance(part["files"], list) and "tree" in part for part in parts):
                 raise TypeError("a part without files or tree")
             int(state["step"]), dict(state["metadata"]), list(state["shared"])
+            int(state.get("world_size", 1)), list(state.get("ranked", ()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptError(f"{self.id}: {STATE_FILE} is not understood ({error!r})") from error
         return dict(state)

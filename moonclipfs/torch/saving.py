@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,17 +88,25 @@ def capture(
 
 def store_job(store: Store, job: Job, pool: Executor, most_bytes: int) -> Published:
     """Encode and publish a save; it is durable when this returns."""
-    files, state = _files(job, most_bytes)
+    files, plain = files_of(job, most_bytes)
+    with ingesting(store, job, pool) as ingest:
+        writing = Writing(store, ingest, job)
+        entries = writing.put(files, plain)
+        return writing.publish(entries, {entry.name.decode(): entry.child for entry in entries[: len(files)]})
+
+
+@contextmanager
+def ingesting(store: Store, job: Job, pool: Executor) -> Iterator[Ingest]:
+    """An ingest that works on a pool, as quickly as saves should, and is measured."""
     with store.ingest() as ingest:
         ingest.use_pool(pool)
         ingest.effort = QUICK
-        published = _Writing(store, ingest, job).publish(files, state)
+        yield ingest
         job.profile.take_in(ingest)
-    return published
 
 
-def _files(job: Job, most_bytes: int) -> tuple[dict[str, TensorFile], dict[str, bytes]]:
-    """The tensor files of a save, and its other files."""
+def files_of(job: Job, most_bytes: int) -> tuple[dict[str, TensorFile], dict[str, bytes]]:
+    """The tensor files of a save, and its other files; among these `state.json`."""
     files: dict[str, TensorFile] = {}
     plain = dict(job.extra_files)
     described = {}
@@ -158,53 +167,69 @@ def _slice(memory: memoryview, offset: int, length: int) -> Buffer:
     return memory[offset : offset + length]
 
 
-class _Writing:
+class Writing:
     """One save on its way into the store."""
 
-    def __init__(self, store: Store, ingest: Ingest, job: Job) -> None:
+    def __init__(self, store: Store, ingest: Ingest, job: Job, own: str = "") -> None:
+        """`own` is the directory that a file may have been in, in the snapshot before."""
+        self.ingest = ingest
         self._store = store
-        self._ingest = ingest
         self._job = job
+        self._own = own
+        self._below: dict[ObjectId, list[Entry]] = {}
         now = time.time_ns()
         umask = _umask()
         self._file_attributes = Attributes(0o666 & ~umask, os.getuid(), os.getgid(), now, now)
         self._root_attributes = Attributes(0o777 & ~umask, os.getuid(), os.getgid(), now, now)
         self._before = newest_of_line(store, job.path)
 
-    def publish(self, files: Mapping[str, TensorFile], plain: Mapping[str, bytes]) -> Published:
-        entries = []
-        recipes = {}
-        for name, file in files.items():
-            entry = self._put(name, file, self._kept(name, file))
-            entries.append(entry)
-            recipes[name] = entry.child
-        for name, data in plain.items():
-            entries.append(self._put(name, BytesSource(data), None))
-        root = self._ingest.put_directory(entries)
+    def put(self, files: Mapping[str, TensorFile], plain: Mapping[str, bytes]) -> list[Entry]:
+        """Store files; returns their entries, in this order."""
+        entries = [self._put(name, file, self.kept(name, file)) for name, file in files.items()]
+        return entries + [self._put(name, BytesSource(data), None) for name, data in plain.items()]
+
+    def entry(self, name: str, recipe: ObjectId, size: int) -> Entry:
+        """The entry of a file that is stored."""
+        return Entry(name.encode(), EntryType.FILE, self._file_attributes, size, recipe)
+
+    def directory(self, name: str, entries: list[Entry]) -> Entry:
+        """Store a directory; returns its entry."""
+        made = self.ingest.put_directory(entries)
+        self._below[made] = entries
+        return Entry(name.encode(), EntryType.DIRECTORY, self._root_attributes, child=made)
+
+    def publish(self, entries: list[Entry], recipes: dict[str, ObjectId]) -> Published:
+        """Make a version of what was put. `recipes` are those of the tensor files that this process knows again."""
+        root = self.ingest.put_directory(entries)
+        files = [file for entry in entries for file in self._below.get(entry.child, [entry])]
         metadata = {
             **self._job.metadata,
             "step": self._job.step,
             "attributes": root_metadata(self._root_attributes),
-            "files": len(entries),
-            "bytes": sum(entry.size for entry in entries),
+            "files": len(files),
+            "bytes": sum(file.size for file in files),
         }
-        version = self._ingest.publish(self._job.path, root, metadata)
-        return Published(version, self._ingest.stats.stored_bytes, recipes)
+        version = self.ingest.publish(self._job.path, root, metadata)
+        return Published(version, self.ingest.stats.stored_bytes, recipes)
 
     def _put(self, name: str, source: Source, kept: Kept | None) -> Entry:
-        child, size, _ = self._ingest.put_file(source, self._previous(name), kept=kept)
-        return Entry(name.encode(), EntryType.FILE, self._file_attributes, size, child)
+        recipe, size, _ = self.ingest.put_file(source, self._previous(name), kept=kept)
+        return self.entry(name, recipe, size)
 
     def _previous(self, name: str) -> FileReader | None:
         """The file of this name in the snapshot before, which deltas are made against."""
         if self._before is None:
             return None
-        try:
-            return self._store.open_file(self._store.lookup(self._before, name.encode()))
-        except (NotFoundError, CorruptError):
-            return None  # only deltas are lost
+        for place in ([f"{self._own}/{name}"] if self._own else []) + [name]:
+            try:
+                return self._store.open_file(self._store.lookup(self._before, place.encode()))
+            except NotFoundError:
+                continue
+            except CorruptError:
+                break  # only deltas are lost
+        return None
 
-    def _kept(self, name: str, file: TensorFile) -> Kept | None:
+    def kept(self, name: str, file: TensorFile) -> Kept | None:
         """What need not be read, as it is in the save before: only where all of it stands at the same places."""
         after = self._job.after
         if after is None or name not in after.recipes or not (unchanged := file.unchanged()):
