@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from moonclipfs.errors import UsageError
 from moonclipfs.layers.layerpath import LayerPath
-from moonclipfs.overlayplaces import InStore, Place, base_spec, for_overlay, place_of
+from moonclipfs.overlayplaces import InStore, Place, base_spec, for_base, for_overlay, place_of
 
 Where = str | os.PathLike[str]
 """A path in a mount, or the directory of a store."""
@@ -104,6 +104,7 @@ def create_overlay(
     Raises ExistsError, NotFoundError, UsageError, BusyError.
     """
     place, _ = place_of(where)
+    place = for_base(place, base)
     try:
         place.ask("overlay_create", name=name, base=base_spec(base, place.store), quota=quota, ephemeral=ephemeral)
         return Overlay(place, name)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 from moonclipfs.errors import UsageError
 from moonclipfs.fuse.control import ask
-from moonclipfs.fuse.inside import inside_mount
+from moonclipfs.fuse.inside import Inside, inside_mount
 from moonclipfs.fuse.mounts import Mount, mount_at
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlays import Overlays
@@ -19,7 +19,7 @@ from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
 from moonclipfs.store.overlaydirs import find_overlay
 from moonclipfs.store.store import Store
-from moonclipfs.store.target import OVERLAYS, default_store, is_store, parse_target
+from moonclipfs.store.target import OVERLAYS, default_store, is_store, mounted, parse_target
 
 
 class Place(Protocol):
@@ -140,6 +140,20 @@ def for_overlay(place: InMount | InStore, name: str) -> InMount | InStore:
     return InMount(mount)
 
 
+def for_base(place: InMount | InStore, base: str | os.PathLike[str] | None) -> InMount | InStore:
+    """Where an overlay on `base` is made: what is live in a mount is known there only."""
+    inside = inside_mount(os.fspath(base)) if base is not None and isinstance(place, InStore) else None
+    if (
+        inside is None
+        or inside.path.startswith("@versions/")
+        or _sealed(inside)
+        or not inside.mount.writable
+        or not _same(inside.mount.store, place.store)
+    ):
+        return place
+    return InMount(inside.mount)
+
+
 def base_spec(base: str | os.PathLike[str] | None, store: Path) -> str:
     """What an overlay is to stand on, as `Overlays.base_of` understands it: a path in a mount of `store`, STORE:NAME
     [@VERSION], the name of a snapshot or of an overlay; nothing for None. Raises UsageError for anything else.
@@ -152,7 +166,7 @@ def base_spec(base: str | os.PathLike[str] | None, store: Path) -> str:
     if inside is not None:
         if not _same(inside.mount.store, store):
             raise UsageError(f"{text} is in a mount of {inside.mount.store}, not of {store}")
-        return _spec_inside(inside.path)
+        return _sealed(inside) or _spec_inside(inside.path)
     if looks_like_path and ":" not in text and not is_store(text):
         raise UsageError(f"{text} is in no mount: store it with `moonclipfs add`, and name the snapshot")
     target = parse_target(text, store)
@@ -161,6 +175,15 @@ def base_spec(base: str | os.PathLike[str] | None, store: Path) -> str:
     if not target.spec:
         raise UsageError(f"{text} is a whole store: name a snapshot in it")
     return target.spec
+
+
+def _sealed(inside: Inside) -> str | None:
+    """The version that a directory of a mount shows as it is, None when it is not the whole of one."""
+    if inside.path.startswith("@"):
+        return None
+    found = mounted(os.path.join(inside.mount.mountpoint, inside.path))
+    name, _, number = ("" if found is None else found.spec).rpartition("@")
+    return f"{name}@{number}" if name == inside.path and number.isdigit() else None
 
 
 def _spec_inside(path: str) -> str:

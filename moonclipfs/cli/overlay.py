@@ -23,7 +23,7 @@ from moonclipfs.cli.target import complete_target, whole_store
 from moonclipfs.cli.values import size
 from moonclipfs.cli.wait import wait_for_mounts
 from moonclipfs.errors import UsageError
-from moonclipfs.overlayplaces import InMount, InStore, base_spec
+from moonclipfs.overlayplaces import InMount, InStore, base_spec, for_base
 from moonclipfs.store.alternates import make_private_store
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -98,7 +98,8 @@ def create(
     if len(words) > 2:
         raise UsageError(f"one name is needed, after the mount or store: {' '.join(words[1:])}")
     belongs = {} if owner is None else {"pid": owner}
-    with one_place(where) as place:
+    with one_place(where) as named:
+        place = for_base(named, base) if state is None else named
         if isinstance(place, InStore) and (ephemeral or belongs or dry_run):
             raise UsageError(f"{place.store}: only a mount can discard an overlay when its time is over: name a mount")
         options = {

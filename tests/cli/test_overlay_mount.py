@@ -81,13 +81,18 @@ def test_the_life_of_an_overlay(run: Run, mounted: Path, filled: Path) -> None:
     assert "arm2" not in os.listdir(mounted / "@overlays")
 
 
-def test_bases_in_a_mount(run: Run, mounted: Path) -> None:
+def test_bases_in_a_mount(run: Run, mounted: Path, filled: Path) -> None:
     """A live directory is captured as of that moment, a version and another overlay are meant by their paths."""
     (mounted / "live").mkdir()
     (mounted / "live" / "f").write_bytes(b"before")
     assert run("overlay", "create", mounted, "of-live", "--base", mounted / "live").code == 0
     (mounted / "live" / "f").write_bytes(b"after")
     assert (mounted / "@overlays" / "of-live" / "f").read_bytes() == b"before"
+    made = run("overlay", "create", filled, "of-live-too", "--base", mounted / "live")
+    assert made == (0, f"{mounted}/@overlays/of-live-too\n", "")
+    assert (mounted / "@overlays" / "of-live-too" / "f").read_bytes() == b"after"
+    sealed = run("overlay", "create", "--json", mounted, "of-sealed", "--base", mounted / "run1" / "step-2").json
+    assert sealed["base"] == "run1/step-2@1"
     version = mounted / "@versions" / "run1" / "step-2" / "1"
     assert run("overlay", "create", "--json", mounted, "of-version", "--base", version).json["base"] == "run1/step-2@1"
     (mounted / "@overlays" / "of-version" / "new").write_bytes(b"new")
