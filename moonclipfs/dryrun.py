@@ -24,7 +24,7 @@ from moonclipfs.fuse.namespace import Isolation
 from moonclipfs.fuse.prepare import MountOptions, check_device
 from moonclipfs.layers.layerpath import LayerPath
 from moonclipfs.overlayapi import Overlay, Where
-from moonclipfs.overlayplaces import InMount, InStore, Place, base_spec, place_of
+from moonclipfs.overlayplaces import InMount, InStore, Place, base_spec, for_base, place_of
 from moonclipfs.store.alternates import temporary_private_store
 from moonclipfs.store.target import OVERLAYS
 
@@ -118,6 +118,7 @@ class DryRun:
 
     def _begin(self) -> Overlay:
         found, _ = place_of(self._where)
+        found = for_base(found, self._base)
         base = base_spec(self._base, found.store)
         if isinstance(found, InStore) and not os.access(found.store, os.W_OK):
             found = self._beside(found)

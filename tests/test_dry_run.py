@@ -161,6 +161,15 @@ def test_a_dry_run_can_be_kept(way: tuple[Path, bool | None], store: Path) -> No
     assert overlay_names(store) == []
 
 
+def test_a_live_directory_as_the_base(mounted: Path, store: Path) -> None:
+    """What is not sealed yet is in its mount only, so that is where the dry run is, also when the store is named."""
+    (mounted / "live").mkdir()
+    (mounted / "live" / "f").write_bytes(b"live")
+    with moonclipfs.dry_run(store, mounted / "live") as path:
+        assert path.parent == mounted / "@overlays" and (path / "f").read_bytes() == b"live"
+    assert overlay_names(store) == []
+
+
 def test_an_error_keeps_nothing(store: Path) -> None:
     before = bound(store)
     run = moonclipfs.dry_run(store, "model", commit=True, mount=False)
