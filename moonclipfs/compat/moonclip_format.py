@@ -183,7 +183,8 @@ class MoonclipStore:
             log.warning("%s: what it says is taken from the packs", error)
             found = self._descriptors(head.id)
             ranks = self._told_ranks(head, {number: descriptor.get("rank") for number, descriptor in found})
-        missing = sorted(set(range(head.world_size)) - ranks.keys())
+        there = {number for number, rank in ranks.items() if rank.pack.exists()}
+        missing = sorted(set(range(head.world_size)) - there)
         if missing:
             raise CorruptError(f"snapshot {head.id} of step {head.step} lacks rank {', '.join(map(str, missing))}")
         return ranks

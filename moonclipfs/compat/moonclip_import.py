@@ -1,9 +1,9 @@
 """A moonclip store becomes snapshots of a checkpoint manager: all of them, bit for bit, with step, metadata and pins.
 
-A snapshot of one rank is `NAME/step-000500`; one of several has a directory `rank-00000`, ... for each. Snapshots of
-one step become versions of one name. Every tensor is checked against its hash before its snapshot is bound; a snapshot
-with any that does not pass is left out, and told. What is there already, by its id, is not imported again, so an import
-that was interrupted is continued by the same call.
+A snapshot is `NAME/step-000500`, as the manager saves it: what several ranks have alike stands there once, the rest in
+`rank-00000/`, ... for each. Snapshots of one step become versions of one name. Every tensor is checked against its hash
+before its snapshot is bound; a snapshot with any that does not pass is left out, and told. What is there already, by
+its id, is not imported again, so an import that was interrupted is continued by the same call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,7 @@ class _Import:
 
     def _publish(self, head: Head) -> Version:
         written = _time_ns(head.created_at)
-        files = dict(self._files(head))
+        files = self._files(head)
         directory = Attributes(0o755, os.getuid(), os.getgid(), written, written)
         with self._store.ingest() as ingest:
             root = _Tree(self._store, ingest, self._before, written).put(files)
@@ -134,32 +134,73 @@ class _Import:
                 "bytes": sum(one.size for one in files.values()),
                 KEY: {"id": head.id, "created_at": head.created_at, "world_size": head.world_size},
             }
+            if head.world_size > 1:
+                metadata["world_size"] = head.world_size
             if (metric := _metric(head, self._goals)) is not None:
                 metadata["metric"] = metric
             return ingest.publish(f"{self._name}/step-{head.step:06}", root, metadata)
 
-    def _files(self, head: Head) -> Iterator[tuple[str, Source]]:
-        """The files of a snapshot by their paths."""
-        for number in self.source.ranks(head):
-            above = f"rank-{number:05}/" if head.world_size > 1 else ""
-            known = {
-                name: Known(
-                    self._tensors.dtype(entry),
-                    entry.shape,
-                    _length(entry.raw_size, entry.dtype, self._tensors.dtype(entry)),
-                )
-                for name, entry in self.source.ranks(head)[number].tensors.items()
-            }
-            load = partial(self._tensors.load, head, number)
-            parts = take_apart(known, load)
-            described = {}
-            for name, part in parts.items():
-                files = _part_files(name, part, load)
-                described[name] = _described(part, [one for one in files if not one.endswith(".json")])
-                for file, source in files.items():
-                    yield above + file, source
-            state = {**_STATE, "step": head.step, "metadata": dict(head.metadata), "parts": described, "shared": []}
-            yield above + "state.json", BytesSource(json.dumps(state, separators=(",", ":"), allow_nan=False).encode())
+    def _files(self, head: Head) -> dict[str, Source]:
+        """The files of a snapshot by their paths: what all ranks have alike, and the rest in a directory of each."""
+        ranks = [self._rank(head, number) for number in self.source.ranks(head)]
+        first = ranks[0]
+        common = [name for name in first.parts if all(one.is_same(first, name) for one in ranks[1:])]
+        state: dict[str, object] = {**_STATE, "step": head.step, "metadata": dict(head.metadata), "shared": []}
+        files: dict[str, Source] = {}
+        if len(ranks) > 1:
+            ranked = sorted({name for one in ranks for name in one.parts} - set(common))
+            state |= {"world_size": len(ranks), "ranked": ranked}
+            for one in ranks:
+                own = [name for name in one.parts if name not in common]
+                below = one.files(own, {**_STATE, "step": head.step, "world_size": len(ranks)}, head.metadata)
+                files |= {f"rank-{one.number:05}/{name}": source for name, source in below.items() if own}
+        return files | first.files(common, state, head.metadata)
+
+    def _rank(self, head: Head, number: int) -> _Rank:
+        entries = self.source.ranks(head)[number].tensors
+        known = {
+            name: Known(dtype := self._tensors.dtype(entry), entry.shape, _length(entry.raw_size, entry.dtype, dtype))
+            for name, entry in entries.items()
+        }
+        load = partial(self._tensors.load, head, number)
+        marks = {name: (entry.hash, entry.dtype, entry.scale) for name, entry in entries.items()}
+        return _Rank(number, take_apart(known, load), load, marks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What one rank saved: its parts, and what tells the bytes of each tensor without reading them."""
+
+    number: int
+    parts: Mapping[str, StatePart]
+    load: Callable[[str], bytes]
+    marks: Mapping[str, object]
+
+    def is_same(self, other: _Rank, name: str) -> bool:
+        """Whether both have a part alike: its structure, and every bit of its tensors."""
+        if name not in self.parts or name not in other.parts:
+            return False
+        return self._bits(name) == other._bits(name)
+
+    def _bits(self, name: str) -> object:
+        part = self.parts[name]
+        bits = {
+            tensor: (one.dtype, one.shape, self.marks[one.key] if one.key else one.data)
+            for tensor, one in part.tensors.items()
+        }
+        return part.tree, part.parameters, bits
+
+    def files(self, names: Sequence[str], state: Mapping[str, object], told: Mapping[str, str]) -> dict[str, Source]:
+        """The files of some parts, and a `state.json` of these."""
+        files: dict[str, Source] = {}
+        described = {}
+        for name in names:
+            mine = _part_files(name, self.parts[name], self.load)
+            described[name] = _described(self.parts[name], [one for one in mine if not one.endswith(".json")])
+            files |= mine
+        whole = {**state, "metadata": dict(told), "parts": described, "shared": []}
+        files["state.json"] = BytesSource(json.dumps(whole, separators=(",", ":"), allow_nan=False).encode())
+        return files
 
 
 class _Tree:

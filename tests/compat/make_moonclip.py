@@ -70,12 +70,17 @@ def seal(root: Path, target: Path, name: str, manager: Any) -> list[dict[str, An
             key: [*about.get(key, [None, None]), hashlib.sha256(bytes(value)).hexdigest()] for key, value in raw.items()
         }
         told.append({"id": head["id"], "step": head["step"], "metadata": dict(head["metadata"]), "tensors": tensors})
+    pack(root, target, name)
+    return told
+
+
+def pack(root: Path, target: Path, name: str) -> None:
+    """Zip a store, the same bytes for the same files."""
     with zipfile.ZipFile(target / f"{name}.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for path in sorted(root.rglob("*")):
             if path.is_file():
                 info = zipfile.ZipInfo(str(path.relative_to(root)), EPOCH)
                 archive.writestr(info, path.read_bytes(), zipfile.ZIP_DEFLATED)
-    return told
 
 
 def make(target: Path) -> None:
@@ -139,6 +144,23 @@ def make(target: Path) -> None:
             for name, one in net.state_dict().items()  # moonclip saves them, and torch cannot load all of them
             if one.dim()
         }
+
+        managers = [moonclip.MoonclipManager(str(place / "ranks"), world_size=2, rank=rank) for rank in (0, 1)]
+        net = Net()
+        expected["ranks"] = []
+        for step in (1, 2):
+            found = managers[0].create_snapshot(step=step, metadata={"ranks": "two"})
+            for rank, one in enumerate(managers):
+                moments = {
+                    "state": {0: {"exp_avg": torch.full((4, 3), step + rank / 2), "step": step}},
+                    "lr": [0.1, rank],
+                }
+                model, _ = moonclip.flatten_state_dict(net.state_dict(), "model")
+                optimizer, _ = moonclip.flatten_state_dict(moments, "optimizer")
+                one.save_rank(found, {**model, **optimizer})
+            managers[0].finalize_snapshot(found)
+            expected["ranks"].append({"id": found, "step": step})
+        pack(place / "ranks", target, "ranks")
 
         for name in ("bf16", "fp16", "fp8", "fp64"):
             manager = moonclip.CheckpointManager(

@@ -306,7 +306,7 @@ def test_what_was_never_finished_is_not_imported(unpack: Unpack, store: Store) -
     assert len(import_store(source, store).snapshots) == 5
 
 
-def test_several_ranks_and_a_missing_one(unpack: Unpack, store: Store) -> None:
+def test_several_ranks_that_brought_the_same_and_a_missing_one(unpack: Unpack, store: Store) -> None:
     source = unpack("odd")
     for head in MoonclipStore(source).heads:
         directory = source / "snapshots" / head.id
@@ -323,10 +323,36 @@ def test_several_ranks_and_a_missing_one(unpack: Unpack, store: Store) -> None:
     assert [bool(one.reason) for one in report.snapshots] == [False, True]
     version = report.snapshots[0].version
     assert version is not None
-    assert [path for path, _ in store.walk(version)] == [
-        *(b"rank-00000", b"rank-00000/model.safetensors", b"rank-00000/state.json"),
-        *(b"rank-00001", b"rank-00001/model.safetensors", b"rank-00001/state.json"),
+    assert [path for path, _ in store.walk(version)] == [b"model.safetensors", b"state.json"], "both have the same"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_c11_c35_what_ranks_have_of_their_own_is_loaded_by_its_rank(unpack: Unpack, store: Store, version: str) -> None:
+    """A model that both have, and an optimizer's state that is each one's own."""
+    from moonclipfs.errors import UsageError
+    from moonclipfs.torch.manager import CheckpointManager
+    from tests.compat.make_net import Net
+
+    report = import_store(unpack("ranks", version), store)
+    assert report.problems == []
+    found = report.snapshots[1].version
+    assert found is not None
+    assert [path for path, _ in store.walk(found)] == [
+        *(b"model.safetensors", b"rank-00000", b"rank-00000/optimizer.safetensors", b"rank-00000/state.json"),
+        *(b"rank-00001", b"rank-00001/optimizer.safetensors", b"rank-00001/state.json", b"state.json"),
     ]
+    for rank in (0, 1):
+        with CheckpointManager(store.path, "run", world_size=2, rank=rank) as manager:
+            loaded = manager.load(2)
+            assert loaded.state["optimizer"]["lr"] == [0.1, rank] and loaded.metadata == {"ranks": "two"}
+            assert torch.equal(loaded.state["optimizer"]["state"][0]["exp_avg"], torch.full((4, 3), 2 + rank / 2))
+            assert "inner.weight" in loaded.state["model"]
+    with CheckpointManager(store.path, "run") as manager:
+        net = Net()
+        manager.load(2, net)  # what is replicated loads everywhere
+        assert torch.equal(net.inner.weight, loaded.state["model"]["inner.weight"])
+        with pytest.raises(UsageError, match="saved by 2 ranks"):
+            manager.load(2, optimizer={})
 
 
 def test_best_snapshots_keep_their_metric(unpack: Unpack, store: Store) -> None:
