@@ -161,7 +161,8 @@ class Safetensors(Contestant):
         for name, one in found.items():
             if name.startswith("optimizer."):
                 _, number, key = name.split(".")
-                state.setdefault(int(number), {})[key] = one
+                # Not the mapped file, which may be deleted, and of which nothing has been read yet.
+                state.setdefault(int(number), {})[key] = one.clone()
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
