@@ -10,21 +10,22 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, NotFoundError, UsageError
+from moonclipfs.errors import BusyError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.layers.base import Caches
-from moonclipfs.layers.basing import BaseOf, capture, held, next_record, store_frozen
-from moonclipfs.layers.freezing import Frozen, freeze, thaw
+from moonclipfs.layers.basing import BaseOf, capture, held, store_frozen
+from moonclipfs.layers.encoder import Encoder
+from moonclipfs.layers.freezing import freeze, thaw
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.overlayencoder import OverlayEncoder
-from moonclipfs.layers.overlayopening import make_layer, new_info, standing_on, take_layer
+from moonclipfs.layers.overlayopening import make_layer, move_onto, new_info, require_no_writers, take_layer
 from moonclipfs.layers.reclaim import Reclaimer
 from moonclipfs.layers.room import with_room
-from moonclipfs.layers.wholes import based_refs
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.overlaydirs import (
     OverlayInfo,
@@ -57,7 +58,7 @@ class Overlay:
         self._synced_counter = layer.counter
         self._let_go = 0
         """Of the bytes that were dropped, those that the journal does not name any more."""
-        self._closed = False
+        self._closed = self._ending = False
         self._tell()
 
     @classmethod
@@ -156,6 +157,20 @@ class Overlay:
 
         with_room(self, work, self.layer.staging.used)
 
+    @contextmanager
+    def _storing(self) -> Iterator[Encoder]:
+        """What is stored meanwhile is kept from gc, and journalled at the end; one at a time. Raises NotFoundError for
+        what went wrong because the overlay was discarded meanwhile.
+        """
+        try:
+            with self._committing, held(self.store), self.encoder.running() as encoder:
+                yield encoder
+                self.layer.sync_all()
+        except MoonclipError as error:
+            if self._closed or self._ending:
+                raise NotFoundError(f"overlay {self.name} was discarded meanwhile, or let go") from error
+            raise
+
     def current_root(self) -> ObjectId:
         """Store what it shows at this moment, without a name; returns the directory object.
 
@@ -171,9 +186,8 @@ class Overlay:
             if based is not None and not top.below:
                 times = (top.mtime_ns, top.ctime_ns)
                 return BaseOf(label, based.shown, Attributes(top.mode, top.uid, top.gid, *times, dict(top.xattrs)))
-        with self._committing, held(self.store), self.encoder.running() as encoder:
+        with self._storing() as encoder:
             root, entry = capture(layer, encoder, layer.root)
-        layer.sync_all()
         return BaseOf(label, root, entry.attributes)
 
     def commit(
@@ -187,12 +201,17 @@ class Overlay:
         """
         self.require_committable(allow)
         path = check_path((name or self.name).strip("/"))
-        fields = {"automatic": False, "overlay": self.name, "base": self.info.base, **(metadata or {})}
+        fields: dict[str, object] = {"automatic": False, "overlay": self.name, "base": self.info.base}
+        with self.layer.lock:
+            directories = [inode.number for inode in self.layer.state.own.values() if inode.is_directory]
+        if provenance := self.layer.captures.writers.provenance(directories):
+            fields["provenance"] = provenance
+        fields.update(metadata or {})
         return with_room(self, lambda: self._commit(path, fields), self.layer.staging.used)
 
     def _commit(self, path: str, fields: Mapping[str, object]) -> Version:
         layer = self.layer
-        with self._committing, held(self.store), self.encoder.running() as encoder:
+        with self._storing() as encoder:
             frozen = freeze(layer, layer.files, layer.root)
             try:
                 answer = store_frozen(
@@ -214,36 +233,21 @@ class Overlay:
         whatever `merge` raises: then nothing has changed.
         """
         layer = self.layer
-        with self._committing, held(self.store), self.encoder.running() as encoder:
+        with self._storing() as encoder:
             for _ in range(_REBASE_ATTEMPTS):
                 with layer.lock:
-                    _require_no_writers(self.name, layer)
+                    require_no_writers(self.name, layer)
                 frozen = freeze(layer, layer.files, layer.root)
                 try:
                     ours = store_frozen(layer, encoder, frozen, "capture")["root"]
                     shown = merge(self.base_root, ours)
-                    if self._move_onto(base, shown, frozen):
+                    if move_onto(self.info, layer, base, shown, frozen):
                         break
                 finally:
                     thaw(layer, layer.files, frozen)
             else:
                 raise BusyError(f"overlay {self.name} is being changed: try again when it is not")
-        layer.sync_all()
-        self._settle()
-
-    def _move_onto(self, base: BaseOf, shown: ObjectId, frozen: Frozen) -> bool:
-        """Journal another base, unless something was changed since what it shows was frozen."""
-        layer, based = self.layer, self.layer.state.based
-        assert based is not None
-        info = standing_on(self.info, base)
-        with layer.lock:
-            if layer.root.below > frozen.counter:
-                return False
-            _require_no_writers(self.name, layer)
-            record = next_record(based, base, shown, frozen.tree.attributes, info)
-            layer.record(record, based_refs(record))
-        layer.journal.commit()
-        return True
+            self._settle()
 
     def _settle(self) -> None:
         """Let the name tell what the journal says, which is the truth."""
@@ -252,6 +256,8 @@ class Overlay:
         info = replace(OverlayInfo.parse(self.name, based.settings), layer=self.info.layer)
         if info != self.info:
             with naming(self.store.backend):
+                if self._closed:  # its name may be gone, and must not come back
+                    raise NotFoundError(f"overlay {self.name} was discarded meanwhile, or let go")
                 set_info(self.store.backend, info)
             self.info = info
 
@@ -261,6 +267,11 @@ class Overlay:
             raise UsageError(f"{self.name} is a dry run: it is committed only if that was asked for with --commit")
 
     # Its life
+
+    def end(self) -> None:
+        """Store nothing any more, it is about to be discarded: that may take a while."""
+        self._ending = True
+        self.encoder.end()
 
     def discard(self) -> None:
         """Throw it away, with all that was not committed. Raises PermissionDeniedError, BackendError."""
@@ -283,6 +294,7 @@ class Overlay:
         """Make durable what was closed, now and then, by the monotonic clock; returns whether staged bytes are to be
         encoded (`relieve`). Cheap when nothing changed. Raises NoSpaceError, BackendError.
         """
+        self.layer.captures.writers.look()
         counter, behind = self.layer.counter, self.layer.files.log.is_behind
         if now - self._synced_at >= limits.SYNC_SECONDS and (behind or counter != self._synced_counter):
             self._synced_at = now
@@ -324,9 +336,3 @@ class Overlay:
             **self.layer.staged(),
             "encoder": self.encoder.status(),
         }
-
-
-def _require_no_writers(name: str, layer: Layer) -> None:
-    """Under the lock."""
-    if any(inode.writers for inode in layer.state.own.values()):
-        raise BusyError(f"overlay {name} has files that are open for writing: close them first")

@@ -1,4 +1,4 @@
-"""Making the layer of an overlay, and taking one that is there: for `Overlay.create` and `Overlay.open`."""
+"""Making the layer of an overlay, taking one that is there, and putting it onto another base: for `Overlay`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from dataclasses import replace
 
 from moonclipfs.errors import BusyError, CorruptError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.layers.base import Caches
-from moonclipfs.layers.basing import BaseOf, new_record
+from moonclipfs.layers.basing import BaseOf, new_record, next_record
+from moonclipfs.layers.freezing import Frozen
 from moonclipfs.layers.layer import Fixed, Layer
+from moonclipfs.layers.wholes import based_refs
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
@@ -28,6 +30,7 @@ from moonclipfs.store.overlaydirs import (
     require_free,
 )
 from moonclipfs.store.store import Store
+from moonclipfs.types import ObjectId
 
 
 def new_info(
@@ -103,6 +106,28 @@ def take_layer(
         layer.close()
         raise
     return info, layer
+
+
+def move_onto(info: OverlayInfo, layer: Layer, base: BaseOf, shown: ObjectId, frozen: Frozen) -> bool:
+    """Journal, durably, that an overlay stands on another base and shows `shown`; False when something was changed
+    since what it showed was frozen. Raises BusyError while files are open for writing, NoSpaceError, BackendError.
+    """
+    based = layer.state.based
+    assert based is not None
+    with layer.lock:
+        if layer.root.below > frozen.counter:
+            return False
+        require_no_writers(info.name, layer)
+        record = next_record(based, base, shown, frozen.tree.attributes, standing_on(info, base))
+        layer.record(record, based_refs(record))
+    layer.journal.commit()
+    return True
+
+
+def require_no_writers(name: str, layer: Layer) -> None:
+    """Under the lock: raise BusyError while files of an overlay are open for writing."""
+    if any(inode.writers for inode in layer.state.own.values()):
+        raise BusyError(f"overlay {name} has files that are open for writing: close them first")
 
 
 def _require_writable(store: Store) -> None:

@@ -34,6 +34,7 @@ from moonclipfs.types import NO_ID, ObjectId
 DIRECTORY = "overlays"
 _LAYER = re.compile(r"overlay\.[0-9a-f]{16}")
 """The names of the layer directories of overlays, and of dry runs."""
+_STAGED = re.compile(r"[0-9a-f]{16}")
 _LOCK = ".lock"
 _GONE_PREFIX = ".gone."
 """A layer directory that is being deleted."""
@@ -282,9 +283,15 @@ def _clear(gone: Path | None) -> None:
     """Delete what was set aside. What cannot be deleted stays for the next `sweep`."""
     if gone is None:
         return
-    elsewhere = gone / "staged-in"
-    if elsewhere.is_symlink():
-        shutil.rmtree(os.readlink(elsewhere), ignore_errors=True)
+    note = gone / "staged-in"
+    elsewhere = Path(os.readlink(note)) if note.is_symlink() else None
+    # Only what is called as a staging directory of this layer is, wherever the note leads, and files like those in it.
+    if elsewhere is not None and elsewhere.name.endswith("-" + gone.name.removeprefix(_GONE_PREFIX).rpartition(".")[0]):
+        with suppress(OSError):
+            for staged in elsewhere.iterdir():
+                if _STAGED.fullmatch(staged.name):
+                    staged.unlink()
+            elsewhere.rmdir()
     shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.merge import Directories
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.rebasing import rebase
-from moonclipfs.layers.seal import Sealer
+from moonclipfs.layers.seal import Sealer, note_writer
 from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
 from moonclipfs.types import EntryType, Kind, ObjectId
@@ -78,6 +78,18 @@ def test_a_commit_is_what_the_overlay_shows(overlay: Overlay, store: Store) -> N
     copy.close()
     put(layer, "after", b"1")
     assert overlay.commit("result").number == 2
+
+
+def test_a_commit_says_who_wrote(overlay: Overlay) -> None:
+    """A commit says which command wrote into the overlay last, where it is known."""
+    layer = changed(overlay)
+    note_writer(layer, layer.resolve(b"new/z"), os.getpid())
+    overlay.tick(0.0)
+    provenance = overlay.commit().metadata["provenance"]
+    assert isinstance(provenance, dict) and provenance["cwd"] == os.getcwd() and provenance["command"]
+    assert overlay.commit("other", metadata={"provenance": {"command": "mine"}}).metadata["provenance"] == {
+        "command": "mine"
+    }
 
 
 def test_deltas_of_a_commit_are_against_the_base(overlay: Overlay, store: Store) -> None:
