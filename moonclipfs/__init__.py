@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moonclipfs.api import Snapshot, StoreReader, TensorInfo, flush, open, seal, status
     from moonclipfs.dryrun import DryRun, dry_run
     from moonclipfs.errors import MoonclipError
+    from moonclipfs.expertsapi import experts
     from moonclipfs.layers.dryness import is_dry_run
     from moonclipfs.overlayapi import Overlay, create_overlay, overlay, overlays
     from moonclipfs.tidying import optimize, thin
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "create_overlay",
     "dry_run",
+    "experts",
     "flush",
     "is_dry_run",
     "open",
@@ -65,6 +67,7 @@ _HOMES = {
     "TensorInfo": "moonclipfs.api",
     "create_overlay": "moonclipfs.overlayapi",
     "dry_run": "moonclipfs.dryrun",
+    "experts": "moonclipfs.expertsapi",
     "flush": "moonclipfs.api",
     "is_dry_run": "moonclipfs.layers.dryness",
     "open": "moonclipfs.api",

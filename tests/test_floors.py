@@ -16,6 +16,7 @@ FLOORS = {
     "layers": 3,
     "fuse": 4, "torch": 4,
     "cli": 5, "compat": 5, "api": 5, "overlayplaces": 5, "overlayapi": 5, "dryrun": 5, "tidying": 5, "": 5,
+    "expertsapi": 5,
 }  # fmt: skip
 PICKLES = "moonclipfs.torch.pickled"
 """Where values are pickled for those who asked for it by `allow_pickle=True`, and nowhere else."""

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, Self
 
 from moonclipfs.errors import ExistsError, NotFoundError, UsageError, as_os_errors
+from moonclipfs.layers.heldexperts import HeldExperts
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layerfile import LayerFile
 from moonclipfs.layers.links import follow
@@ -155,6 +156,14 @@ class LayerPath:
         with as_os_errors(str(self)):
             names = self._holder.layer.names_in(self._inode())
         return iter([self / os.fsdecode(name) for name in names])
+
+    def experts(self) -> LayerPath:
+        """The directory of the experts of the checkpoint in this one: a file for each, which can be written to. Files
+        that wait there to be renamed over experts are found by this path and those made of it only.
+        """
+        if isinstance(self._holder, HeldExperts):
+            return self
+        return LayerPath(HeldExperts(self._holder), os.fspath(self._path), label=f"{self._label}(experts)")
 
     def readlink(self) -> PurePosixPath:
         """The text of a symbolic link."""

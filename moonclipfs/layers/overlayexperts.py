@@ -53,6 +53,7 @@ class OverlayExperts:
         self.layer = layer
         self.lock = layer.lock
         self.captures = layer.captures
+        self.staging = layer.staging
         self._tables = tables
         self._reading = threading.Lock()
         self._read: set[int] = set()
@@ -235,8 +236,8 @@ class OverlayExperts:
         uid: int,
         gid: int,
         now_ns: int,
-        *,
         target: bytes = b"",
+        *,
         wait: bool = True,
     ) -> Inode:
         """A file that nobody lists. Raises NotPermittedError for anything else and elsewhere, ExistsError."""

@@ -19,7 +19,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load, save, save_file
 
-from moonclipfs.errors import BusyError
+import moonclipfs
+from moonclipfs.errors import BusyError, UsageError
 from moonclipfs.fuse.control import ask
 from moonclipfs.fuse.mount import unmount
 from moonclipfs.store.store import Store
@@ -352,6 +353,17 @@ def test_an_expert_store_works_on_the_experts_of_an_overlay(place: Place) -> Non
     with pytest.raises(OSError, match="not permitted"):
         store.delete((1, 2))
     assert (1, 2) in store.ids()
+
+
+def test_experts_are_found_from_any_path_of_a_mount(place: Place, tmp_path: Path) -> None:
+    """moonclipfs.experts gives the directory of experts of a snapshot, an overlay, and a dry run without a mount."""
+    mount = place.mounted.path
+    assert moonclipfs.experts(place.overlay) == place.experts
+    assert moonclipfs.experts(mount / "run/ckpt") == mount / "@experts/run/ckpt"
+    assert moonclipfs.experts(str(place.layer)) == place.layer
+    for path in (mount / "@versions/run/ckpt/1", tmp_path):
+        with pytest.raises(UsageError, match="no expert files"):
+            moonclipfs.experts(path)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 from safetensors.numpy import load, save
 
+import moonclipfs
 from moonclipfs import limits
 from moonclipfs.errors import (
     BusyError,
@@ -43,6 +44,7 @@ from moonclipfs.layers.expertinodes import ExpertInode, Kind
 from moonclipfs.layers.expertsknown import KnownExperts
 from moonclipfs.layers.experttables import Expert, Source
 from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.layerpath import LayerPath
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlayexperts import OverlayExperts
 from moonclipfs.layers.staging import Generation
@@ -609,6 +611,48 @@ def test_temporaries_are_bounded(experts: OverlayExperts, monkeypatch: pytest.Mo
     temporary(experts, b"", name=b".b")
     with pytest.raises(TooManyOpenError):
         temporary(experts, b"", name=b".c")
+
+
+def test_experts_of_paths_without_a_mount(overlay: Overlay) -> None:
+    """A path in a layer leads to its experts, where programs read and write them as files."""
+    top = LayerPath(overlay, label="one").experts()
+    assert str(top / "L001") == "one(experts)/L001"
+    assert [path.name for path in top.iterdir()] == ["L000", "L001", "pool"]
+    assert top.experts() is top and top.parent == top
+    path = top / EXPERT
+    assert path.is_file() and path.parent.is_dir() and not (path.parent / "none").exists()
+    assert path.stat().st_size == len(path.read_bytes())
+    assert same(load(path.read_bytes()), expected())
+    temporary = path.with_name(".new")
+    temporary.write_bytes(save(changed()))
+    assert temporary not in list(path.parent.iterdir())
+    temporary.replace(path)
+    assert not temporary.exists()
+    assert same(load(path.read_bytes()), changed())
+    assert same(expected(big(overlay)), changed())
+    with pytest.raises(PermissionError):
+        path.unlink()
+    with pytest.raises(PermissionError):
+        path.write_bytes(b"")
+    temporary.write_bytes(b"x")
+    with pytest.raises(OSError, match="safetensors"):
+        temporary.replace(path)
+    with path.open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(np.float32(5).tobytes())
+    assert load(path.read_bytes())["w3.weight"][-1, -1] == 5
+
+
+def test_an_expert_store_works_without_a_mount(overlay: Overlay) -> None:
+    torch = pytest.importorskip("torch")
+    from moonclipfs.torch.experts import ExpertStore
+
+    store = ExpertStore(moonclipfs.experts(LayerPath(overlay)))
+    assert store.ids() == [(layer, number) for layer in range(2) for number in range(3)] and not store.is_temporary
+    tensors = store.read((1, 2))
+    assert torch.equal(tensors["w1.weight"], torch.from_numpy(ARRAYS[PART + "w1.weight"]))
+    store.write((1, 2), {name: tensor + 1 for name, tensor in tensors.items()})
+    assert same(expected(big(overlay)), changed())
 
 
 def test_gguf_experts_are_written_and_torch_ones_are_not(store: Store) -> None:
