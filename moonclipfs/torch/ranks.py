@@ -194,14 +194,14 @@ def _entries(writing: Writing, ranks: Sequence[RankPart]) -> list[Entry]:
         top |= first.files_of(part).keys()
     whole = {**_state_of(first.state, common), WORLD_SIZE: len(ranks), RANKED: ranked}
     entries = [writing.entry(name, *first.files[name]) for name in sorted(top)]
-    entries += writing.put({}, {STATE_FILE: _encoded(whole)})
+    entries += writing.put({}, {STATE_FILE: encoded(whole)})
     for rank, one in enumerate(ranks):
         own = [part for part in one.state["parts"] if part not in common]
         theirs = {name: file for name, file in one.files.items() if name not in top or file != first.files[name]}
         if not own and not theirs:
             continue
         below = [writing.entry(name, *file) for name, file in theirs.items()]
-        below += writing.put({}, {STATE_FILE: _encoded({**_state_of(one.state, own), WORLD_SIZE: len(ranks)})})
+        below += writing.put({}, {STATE_FILE: encoded({**_state_of(one.state, own), WORLD_SIZE: len(ranks)})})
         entries.append(writing.directory(directory_of(rank), below))
     return entries
 
@@ -226,5 +226,6 @@ def _groups(state: Mapping[str, Any], parts: Sequence[str]) -> list[Any]:
     return sorted((one for one in state["shared"] if {str(member[0]) for member in one} <= set(parts)), key=repr)
 
 
-def _encoded(state: Mapping[str, Any]) -> bytes:
+def encoded(state: Mapping[str, Any]) -> bytes:
+    """The bytes of a `state.json`."""
     return json.dumps(state, separators=(",", ":"), allow_nan=False).encode()
