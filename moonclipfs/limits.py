@@ -93,6 +93,8 @@ EXPERT_PARTS = 1 * KIB
 """Tensors of one expert: one with more is left out."""
 EXPERT_TEMPORARIES = 4 * KIB
 """Files that wait to be renamed over experts of one overlay."""
+EXPERT_TEMPORARY_SECONDS = 3600.0
+"""How long one of them is kept that nobody has open."""
 PICKLE_BYTES = 256 * MIB
 PICKLE_OPCODES = 1 << 24
 PICKLE_OBJECTS = 1 << 22

@@ -250,6 +250,7 @@ class OverlayExperts:
         with self.lock:
             if (inode.number, name) in self._temporary:
                 raise ExistsError(f"{name!r} is there")
+            self._clear_left_ones(now_ns)
             if len(self._temporary) >= limits.EXPERT_TEMPORARIES:
                 raise TooManyOpenError(f"{limits.EXPERT_TEMPORARIES} files wait to become experts: remove some")
             made = Inode(state.new_number(), EntryType.FILE, mode, uid, gid, now_ns)
@@ -441,6 +442,15 @@ class OverlayExperts:
             if inode is None or inode.real is not real:
                 inode = self._inodes[number] = ExpertInode(number, kind, real, layer)
         return inode
+
+    def _clear_left_ones(self, now_ns: int) -> None:
+        """Under the lock: let go of files that were made here and that nobody has had open or changed for long. Nobody
+        lists them, so whoever left them behind cannot find them.
+        """
+        oldest = now_ns - int(limits.EXPERT_TEMPORARY_SECONDS * 1e9)
+        for key, made in list(self._temporary.items()):
+            if made.handles == 1 and max(made.mtime_ns, made.ctime_ns) < oldest:
+                self._let_go(self._temporary.pop(key))
 
     def _let_go(self, made: Inode) -> None:
         """Under the lock: a file that was made here has no name any more."""

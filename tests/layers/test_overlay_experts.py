@@ -605,6 +605,23 @@ def test_a_temporary_is_no_expert_and_not_in_the_overlay(overlay: Overlay, exper
         at(experts, "L000/.other")
 
 
+def test_temporaries_that_were_left_behind_go(overlay: Overlay, experts: OverlayExperts) -> None:
+    temporary(experts, b"x" * 100_000, name=b".left")
+    held = temporary(experts, b"held", name=b".held")
+    file = experts.open_file(held, write=False)
+    late = NOW + int(limits.EXPERT_TEMPORARY_SECONDS * 1e9) + 1
+    directory = at(experts, "L001")
+    experts.make(directory, b".new", EntryType.FILE, 0o600, 0, 0, late - 2)
+    assert experts.stat(at(experts, "L001/.left")).size == 100_000
+    experts.make(directory, b".newer", EntryType.FILE, 0o600, 0, 0, late)
+    with pytest.raises(NotFoundError):
+        at(experts, "L001/.left")
+    assert experts.lookup(directory, b".held") is held and experts.lookup(directory, b".new")
+    assert file.read(0, 9) == b"held"
+    assert overlay.layer.staging.used == 4
+    file.close()
+
+
 def test_temporaries_are_bounded(experts: OverlayExperts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "EXPERT_TEMPORARIES", 2)
     temporary(experts, b"", name=b".a")
