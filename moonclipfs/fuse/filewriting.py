@@ -21,7 +21,7 @@ from pyfuse3 import FileHandleT as Handle
 from pyfuse3 import InodeT as Number
 
 from moonclipfs import limits
-from moonclipfs.errors import LimitError, NoSpaceError, QuotaError, StagingFullError, TooManyOpenError
+from moonclipfs.errors import LimitError, MoonclipError, NoSpaceError, QuotaError, StagingFullError, TooManyOpenError
 from moonclipfs.fuse import initflags
 from moonclipfs.fuse.operations import Operations, answers, entry_attributes, let_go
 from moonclipfs.fuse.reading import Reads
@@ -117,6 +117,16 @@ class FileOperations(Operations):
         """The file or directory of a read-only tree that a request is about."""
         return None if _is_of_layer(name, args) else super().node_of(name, args)
 
+    def is_gone(self, name: str, args: Sequence[Any]) -> bool:
+        """Whether the layer of a request was discarded."""
+        if not _is_of_layer(name, args):
+            return False
+        number = args[0]
+        if name not in _OF_HANDLES:
+            return number not in self.layers.known
+        handle = self.open_files.get(number) or self.open_directories.get(number)
+        return handle is not None and handle.served.gone
+
     def describe(self, name: str, args: Sequence[Any]) -> str:
         """What a request is about, for the log."""
         if not _is_of_layer(name, args):
@@ -196,8 +206,12 @@ class FileOperations(Operations):
         handle.users = 0
         self.reads.closed(handle)
         self.holds.unpin(handle.sequence)
-        if not handle.served.gone:  # else there is nothing left to close it in
-            handle.file.close()
+        try:
+            if not handle.served.gone:
+                handle.file.close()
+        except MoonclipError:
+            if not handle.served.gone:  # else there is nothing left to close it in
+                raise
 
     def close_all(self) -> None:
         """Close what is open when the kernel is gone."""

@@ -81,11 +81,14 @@ def answers(handler: Handler[S, P, T]) -> Handler[S, P, T]:
             raise FUSEError(error.errno) from error
         except MoonclipError as error:
             node = self.node_of(name, args)
-            if isinstance(error, CorruptError) and node is not None and not self.tree.is_kept(node):
+            lost = isinstance(error, CorruptError) and node is not None and not self.tree.is_kept(node)
+            if lost or self.is_gone(name, args):
                 raise FUSEError(errno.ESTALE) from error
             log.error("%s %s: %s", name, self.describe(name, args), error)
             raise FUSEError(error.errno) from error
         except Exception as error:
+            if self.is_gone(name, args):
+                raise FUSEError(errno.ESTALE) from error
             log.exception("%s %s: unexpected error", name, self.describe(name, args))
             raise FUSEError(errno.EIO) from error
         finally:
@@ -134,6 +137,10 @@ class Operations(pyfuse3.Operations):
             return self.handles.directories[args[0]].node if directory else self.nodes[args[0]]
         except (KeyError, IndexError):
             return None
+
+    def is_gone(self, name: str, args: Sequence[Any]) -> bool:
+        """Whether what a request is about was thrown away as a whole while it was served."""
+        return False
 
     def describe(self, name: str, args: Sequence[Any]) -> str:
         """What a request is about, for the log: the path, and where in the file."""

@@ -31,6 +31,7 @@ from moonclipfs.layers.arguments import argument
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlays import Overlays
 from moonclipfs.layers.overlayverbs import verbs
+from moonclipfs.store.overlaydirs import DIRECTORY
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class MountedOverlays:
         self._overlays = overlays
         self._operations = operations
         self._dry = operations.live.dry_run
+        self._directory = os.fsencode(overlays.store.path / DIRECTORY)
         self._lock = threading.Lock()
         """Of the two below, when they change."""
         self.by_name: dict[bytes, ServedOverlay] = {}
@@ -106,6 +108,8 @@ class MountedOverlays:
         if found is not None and not found.gone:
             return found
         if self._dry and os.fsdecode(name) not in self.names():
+            return None
+        if not os.path.lexists(os.path.join(self._directory, name)):  # else it would wait for others that come and go
             return None
         try:
             served = self._serve(self._overlays.get(os.fsdecode(name)))

@@ -145,16 +145,19 @@ class Overlays:
 
     def discard(self, name: str) -> None:
         """Throw an overlay away, a damaged one too. Raises NotFoundError, BusyError."""
-        with self._lock:
-            try:
-                overlay = self.get(name)
-            except CorruptError as error:
-                log.warning("overlay %s is discarded as it is: %s", name, error)
-                remove_damaged(self.store.backend, name)
-            else:
+        try:
+            overlay = self.get(name)
+        except CorruptError as error:
+            log.warning("overlay %s is discarded as it is: %s", name, error)
+            remove_damaged(self.store.backend, name)
+        else:
+            overlay.end()  # others are not to wait for that
+            with self._lock:
+                if self._open.get(overlay.name) is not overlay:
+                    raise NotFoundError(f"overlay {name} was discarded by somebody else just then")
                 self._churned += overlay.churn + 1
                 overlay.discard()
-                del self._open[name]
+                del self._open[overlay.name]
         self.on_change(name)
 
     def rename(self, old: str, new: str) -> None:
