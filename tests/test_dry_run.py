@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -216,6 +216,27 @@ with moonclipfs.dry_run(sys.argv[1], "model", mount=sys.argv[2] == "mount") as p
 """
 
 
+@contextmanager
+def started(script: str, *arguments: object, **variables: object) -> Iterator[str]:
+    """Run a script, which is killed in the end; gives the first line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent.parent),
+            **{k: str(v) for k, v in variables.items()},
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("mounting", ["mount", "none"])
 def test_a_process_that_is_killed_leaves_nothing(
     store: Path, tmp_path: Path, mounting: str, fuse: None, monkeypatch: pytest.MonkeyPatch
@@ -223,16 +244,8 @@ def test_a_process_that_is_killed_leaves_nothing(
     """kill -9: its mount ends with it, and whoever works with the store next finds nothing of the dry run."""
     (tmp_path / "temporary").mkdir()
     before = bound(store)
-    process = subprocess.Popen(
-        [sys.executable, "-c", _KILLED, str(store), mounting],
-        env={**os.environ, "TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(Path(__file__).parent.parent)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert "model-" in process.stdout.readline()
-    process.kill()
-    process.communicate()
+    with started(_KILLED, store, mounting, TMPDIR=tmp_path / "temporary") as said:
+        assert "model-" in said
     deadline = time.monotonic() + 30
     while any(Path(one.mountpoint).is_relative_to(tmp_path) for one in find_mounts()):
         assert time.monotonic() < deadline, "the mount is left"
@@ -247,17 +260,9 @@ def test_a_process_that_is_killed_leaves_nothing(
 
 
 def test_an_overlay_of_a_mount_goes_with_the_process_that_made_it(mounted: Path, store: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _KILLED.replace(', mount=sys.argv[2] == "mount"', ""), str(mounted)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    path = Path(process.stdout.readline().strip())
-    assert path.parent == mounted / "@overlays" and (path / "new").exists()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with started(_KILLED.replace(', mount=sys.argv[2] == "mount"', ""), mounted) as said:
+        path = Path(said)
+        assert path.parent == mounted / "@overlays" and (path / "new").exists()
     deadline = time.monotonic() + 20
     while (overlay_names(store) or path.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
