@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
@@ -33,15 +35,17 @@ def thread_count() -> int:
 class Workers(Executor):
     """Daemon threads. Unlike those of `ThreadPoolExecutor` they take work while the interpreter waits for others.
 
-    So a save that is in flight when the program ends is finished.
+    So a save that is in flight when the program ends is finished. Before the interpreter goes they are waited for:
+    one that gives a tensor back while it goes would take the process down.
     """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._todo: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._started = 0
+        self._started: list[threading.Thread] = []
         self._closed = False
+        atexit.register(_end, weakref.ref(self))
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """See `concurrent.futures.Executor.submit`."""
@@ -49,18 +53,20 @@ class Workers(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError("these workers are closed")
-            if self._started < self.threads:
-                threading.Thread(target=self._work, name=f"moonclipfs-{self._started}", daemon=True).start()
-                self._started += 1
+            if len(self._started) < self.threads:
+                thread = threading.Thread(target=self._work, name=f"moonclipfs-{len(self._started)}", daemon=True)
+                thread.start()
+                self._started.append(thread)
         self._todo.put((future, lambda: function(*args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads when they have done what is queued; nobody waits for them."""
+        """End the threads when they have done what is queued; nobody waits for them before the program ends."""
         with self._lock:
-            started, self._started, self._closed = self._started, 0, True
-        for _ in range(started):
-            self._todo.put(None)
+            if not self._closed:
+                self._closed = True
+                for _ in self._started:
+                    self._todo.put(None)
 
     def _work(self) -> None:
         while (item := self._todo.get()) is not None:
@@ -71,3 +77,12 @@ class Workers(Executor):
                 except BaseException as error:
                     future.set_exception(error)
             del future, call, item
+
+
+def _end(workers: weakref.ref[Workers]) -> None:
+    """At the end of the program, when every other thread is done."""
+    found = workers()
+    if found is not None:
+        found.shutdown()
+        for thread in found._started:
+            thread.join()
