@@ -84,11 +84,6 @@ class CheckpointManager:
                 "sync_every_n_saves": further["sync_every_n_saves"],
             }
         )
-        if self.world_size > 1:
-            raise RuntimeError(
-                f"this is rank {self.rank} of {self.world_size} that share one store, which is not done through this "
-                "class: give each rank a store of its own (world_size=1, rank=0), or use moonclipfs.CheckpointManager"
-            )
         with _as_moonclip():
             check_place(self._root, further)
             self._manager = Manager(
@@ -98,6 +93,8 @@ class CheckpointManager:
                 save_dtype=cast_rules(save_dtype),
                 async_save=async_save,
                 allow_pickle=True,
+                world_size=self.world_size,
+                rank=self.rank,
             )
 
     # Saving
@@ -200,8 +197,9 @@ class CheckpointManager:
         """Make the newest checkpoint quick to read, and free what that leaves. Nothing that can be loaded goes."""
         self.flush()
         self._wait_for_merge()
-        with _as_moonclip():
-            self._merge()
+        if self.rank == 0:
+            with _as_moonclip():
+                self._merge()
 
     def sync_now(self) -> None:
         """Return when every save is durable; there is no bucket to copy to."""
@@ -381,7 +379,7 @@ class CheckpointManager:
     def _saved(self) -> None:
         """After each save: begin to merge when it is time to, unless that is at work still."""
         self._saves += 1
-        due = self._merge_stride > 0 and self._saves % self._merge_stride == 0
+        due = self.rank == 0 and self._merge_stride > 0 and self._saves % self._merge_stride == 0
         if due and (self._merging is None or not self._merging.is_alive()):
             self._merging = threading.Thread(target=self._merge_aside, name="merge")
             self._merging.start()

@@ -6,6 +6,9 @@ The signatures are those of moonclip 0.3.1, taken with `inspect` from its wheel;
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -268,10 +271,41 @@ def test_the_topology_has_to_be_said_under_a_launcher(tmp_path: Path, monkeypatc
     with pytest.raises(ValueError, match="rank 1 of 4"):
         CheckpointManager(str(tmp_path / "c"))
     for topology in ({"world_size": "auto", "rank": "auto"}, {"world_size": 4, "rank": 1}):
-        with pytest.raises(RuntimeError, match="rank 1 of 4 that share one store"):
-            CheckpointManager(str(tmp_path / "c"), **topology)
+        shared = CheckpointManager(str(tmp_path / "c"), **topology)
+        assert (shared.world_size, shared.rank) == (4, 1)
     manager = CheckpointManager(str(tmp_path / "c"), world_size=1, rank=0)
     assert (manager.world_size, manager.rank) == (1, 0)
+
+
+_RANK = """
+import sys, torch
+from moonclipfs.compat.moonclip import CheckpointManager
+torch.set_num_threads(1)
+manager = CheckpointManager(sys.argv[1], world_size="auto", rank="auto", merge_stride=1)
+start = manager.resume({"w": torch.zeros(50, 50)})
+for step in range(start, start + 2):
+    state = {"mine": torch.full((20, 20), float(step + manager.rank))}
+    manager.save(step, {"w": torch.full((50, 50), float(step))}, state, metadata={"of": "two"})
+manager.flush()
+loaded = manager.load(f"run/step-{start + 1:06}")
+assert float(loaded["model"]["w"][0, 0]) == start + 1
+assert float(loaded["optimizer"]["mine"][0, 0]) == start + 1 + manager.rank
+assert manager.list_snapshots()[-1]["ranks"] == 2
+"""
+
+
+def test_ranks_share_one_store(tmp_path: Path) -> None:
+    for start in (0, 2):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", _RANK, str(tmp_path / "c")],
+                env={**os.environ, "WORLD_SIZE": "2", "RANK": str(rank), "MASTER_PORT": str(start)},
+            )
+            for rank in (0, 1)
+        ]
+        assert [one.wait(60) for one in ranks] == [0, 0]
+    manager = CheckpointManager(str(tmp_path / "c"))
+    assert [one["step"] for one in manager.list_snapshots()] == [0, 1, 2, 3]
 
 
 def test_a_bucket_is_refused_and_not_silently_left_out(tmp_path: Path) -> None:
