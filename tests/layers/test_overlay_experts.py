@@ -660,6 +660,24 @@ def test_experts_of_paths_without_a_mount(overlay: Overlay) -> None:
     assert load(path.read_bytes())["w3.weight"][-1, -1] == 5
 
 
+def test_experts_of_a_dry_run_without_a_mount(store: Store, files: Mapping[str, bytes]) -> None:
+    publish(store, "base", {**files})
+    with moonclipfs.dry_run(store.path, "base", mount=False) as path:
+        assert isinstance(path, LayerPath)
+        expert = moonclipfs.experts(path) / EXPERT
+        assert moonclipfs.is_dry_run(expert)
+        expert.with_name(".new").write_bytes(save(changed()))
+        expert.with_name(".new").replace(expert)
+        assert same(load((path / FIRST).read_bytes()), {**load(files[FIRST]), **part_of_first(changed())})
+    reader = store.open_file(store.lookup(store.resolve("base"), FIRST.encode()))
+    assert reader.read(0, reader.size) == files[FIRST]
+
+
+def part_of_first(arrays: Arrays) -> Arrays:
+    """What of an expert the first file holds, under its names there."""
+    return {PART + name: array for name, array in arrays.items() if "w2" not in name}
+
+
 def test_an_expert_store_works_without_a_mount(overlay: Overlay) -> None:
     torch = pytest.importorskip("torch")
     from moonclipfs.torch.experts import ExpertStore
