@@ -164,7 +164,7 @@ class CheckpointManager:
         """
         self._wait()
         value = float(metric)
-        if value != value:
+        if not abs(value) < float("inf"):  # nor NaN
             self._raise_failure()
             return None
         before = runs.best(self._place.names(), self.name, metric_name)
@@ -242,7 +242,7 @@ class CheckpointManager:
         with profile.phase("copy"):
             staged, shared = saving.capture(taken, self._buffers, self._workers, self._workers.threads)
         attempt = {"attempt": secrets.token_hex(8)} if self._ranks is None else self._ranks.about()
-        record = {**about, runs.MANAGER: attempt, runs.USER: dict(metadata or {})}
+        record = {**about, runs.MANAGER: attempt, runs.USER: parts.plain_metadata(metadata or {})}
         job = saving.Job(path, step, taken, staged, shared, files, record, self._cast, profile, self._published)
         self._published = None
         put = saving.store_job if self._ranks is None else partial(self._ranks.store_job, self._ranks.take_up())

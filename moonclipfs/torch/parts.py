@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,3 +91,23 @@ def parameter_names(model: Any, optimizer: Any) -> list[str]:
         found += [names.get(id(one)) or name for one, name in zip(group["params"], own, strict=False)]
     known = [name for name in found if name]
     return known if len(known) == len(found) and len(set(known)) == len(known) else []
+
+
+def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the caller says of a save, as JSON values; numbers that are not finite become their names as text.
+
+    Raises UsageError for anything else.
+    """
+    try:
+        found: dict[str, Any] = _finite(json.loads(json.dumps(dict(metadata))))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"metadata has to be text, numbers and lists and dicts of these, by names: {error}") from error
+    return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)

@@ -123,9 +123,12 @@ def test_what_cannot_be_kept_leaves_the_manager_as_it_was(manager: CheckpointMan
         manager.save(1, extra={"f": print})
     with pytest.raises(UsageError, match="a step is 0 or more"):
         manager.save_raw(-1, {})
-    manager.save_raw(1, {"a": torch.ones(1)})
+    with pytest.raises(UsageError, match="metadata has to be text"):
+        manager.save_raw(1, {}, metadata={"loss": torch.ones(1)})
+    manager.save_raw(1, {"a": torch.ones(1)}, metadata={"loss": float("nan"), "rates": (1, 2.5)})
     manager.flush()
     assert [info.step for info in manager.list_snapshots()] == [1]
+    assert manager.list_snapshots()[0].metadata == {"loss": "nan", "rates": [1, 2.5]} == manager.load(1).metadata
 
 
 def test_a_program_that_ends_without_flush_loses_nothing(tmp_path: Path) -> None:
