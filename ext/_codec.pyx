@@ -2,6 +2,7 @@
 """The compiled half of `moonclipfs.codec`: buffers in, buffers out, the GIL released. It knows no file and no store."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport uint8_t, uint64_t
 
 import os
@@ -49,6 +50,7 @@ cdef extern from "mc_head.h" nogil:
     int mc_head_length(const uint8_t *prefix, size_t length, uint64_t *head_length)
     int mc_head_parse(mc_head *head, const uint8_t *data, size_t length, uint64_t encoded_length)
     unsigned mc_entry_length(const mc_head *head, uint64_t block)
+    size_t mc_raw_bytes(const mc_head *head, uint64_t block)
 
 cdef extern from "mc_scratch.h" nogil:
     ctypedef struct mc_scratch:
@@ -81,6 +83,7 @@ cdef extern from "mc_object.h" nogil:
         mc_base_bytes base
         uint8_t *out
         size_t out_length
+        uint8_t **outs
     int mc_decode(mc_scratch *scratch, const mc_decode_request *request, uint64_t *block)
 
 cdef extern from "mc_chunk.h" nogil:
@@ -256,6 +259,9 @@ cdef void fill(mc_decode_request *request, const uint8_t[::1] head, uint64_t enc
     request.payload_length = payload.shape[0]
     request.base.data = <const uint8_t *> NULL if base is None else start(base)
     request.base.length = 0 if base is None else base.shape[0]
+    request.out = NULL
+    request.out_length = 0
+    request.outs = NULL
 
 
 def decode_blocks(const uint8_t[::1] head not None, uint64_t encoded_length, uint64_t first, uint64_t count,
@@ -278,6 +284,33 @@ def decode_bytes(const uint8_t[::1] head not None, uint64_t encoded_length, uint
     request.out_length = raw_length
     run_decode(&request)
     return out
+
+
+def decode_each(const uint8_t[::1] head not None, uint64_t encoded_length, uint64_t first, uint64_t count,
+                const uint8_t[::1] payload not None, const uint8_t[::1] base=None) -> list:
+    cdef mc_head parsed
+    cdef mc_decode_request request
+    cdef uint64_t i
+    cdef int status = mc_head_parse(&parsed, start(head), head.shape[0], encoded_length)
+    if status != MC_OK:
+        raise failure(status, "encoded object")
+    if first > parsed.blocks or count > parsed.blocks - first:
+        raise failure(MC_E_RANGE, f"{count} blocks from {first} of an encoded object")
+    fill(&request, head, encoded_length, first, count, payload, base)
+    found = []
+    cdef uint8_t **outs = <uint8_t **> PyMem_Malloc((count + 1) * sizeof(uint8_t *))
+    if outs is NULL:
+        raise MemoryError
+    try:
+        for i in range(count):
+            block = PyBytes_FromStringAndSize(NULL, mc_raw_bytes(&parsed, first + i))
+            found.append(block)
+            outs[i] = <uint8_t *> PyBytes_AS_STRING(block)
+        request.outs = outs
+        run_decode(&request)
+    finally:
+        PyMem_Free(outs)
+    return found
 
 
 cdef class Chunker:

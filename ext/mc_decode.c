@@ -53,14 +53,16 @@ int mc_decode(mc_scratch *scratch, const mc_decode_request *request, u64 *block)
     for (u64 i = 0; i < request->count; i++) {
         *block = request->first + i;
         size_t raw_bytes = mc_raw_bytes(&head, *block), length = mc_entry_length(&head, *block);
-        if ((size_t)(end - at) < length || (size_t)(out_end - out) < raw_bytes)
+        if ((size_t)(end - at) < length || (!request->outs && (size_t)(out_end - out) < raw_bytes))
             return MC_E_USAGE;
-        if ((status = decode_block(scratch, &head, *block, at, &request->base, i * MC_BLOCK_ELEMENTS, out)))
+        u8 *into = request->outs ? request->outs[i] : out;
+        if ((status = decode_block(scratch, &head, *block, at, &request->base, i * MC_BLOCK_ELEMENTS, into)))
             return status;
-        if (mc_xxh3(out, raw_bytes) != mc_entry_check(&head, *block))
+        if (mc_xxh3(into, raw_bytes) != mc_entry_check(&head, *block))
             return MC_E_BLOCK_CHECK;
         at += length;
-        out += raw_bytes;
+        if (!request->outs)
+            out += raw_bytes;
     }
     return at == end && out == out_end ? MC_OK : MC_E_USAGE;
 }

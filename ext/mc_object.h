@@ -31,6 +31,7 @@ typedef struct {
     mc_base_bytes base; /* begins where the base range of block `first` begins; what it lacks counts as zero */
     u8 *out;
     size_t out_length;
+    u8 *const *outs; /* in the place of `out`, one for each block, each with room for its raw bytes; or NULL */
 } mc_decode_request;
 
 /* Decode and verify; on failure `*block` is the number of the block that is at fault, if one is. */

@@ -44,6 +44,14 @@ def decode_bytes(
     raw_length: int,
     base: Buffer | None = None,
 ) -> bytes: ...
+def decode_each(
+    head: Buffer,
+    encoded_length: int,
+    first: int,
+    count: int,
+    payload: Buffer,
+    base: Buffer | None = None,
+) -> list[bytes]: ...
 
 class Chunker:
     def __init__(self, minimum: int, average: int, maximum: int) -> None: ...

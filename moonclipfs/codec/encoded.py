@@ -109,6 +109,15 @@ def decode_blocks(
     _codec.decode_blocks(head, encoded.encoded_length, first, count, payload, out, base)
 
 
+def decode_each(
+    encoded: Encoded, head: Buffer, first: int, count: int, payload: Buffer, base: Buffer | None = None
+) -> list[bytes]:
+    """As `decode_blocks`, into new bytes of its own for each block."""
+    if encoded.is_delta and base is None:
+        raise UsageError("a delta cannot be decoded without the bytes of its base")
+    return _codec.decode_each(head, encoded.encoded_length, first, count, payload, base)
+
+
 def decode(data: Buffer, base: Buffer | None = None) -> bytes:
     """Decode a whole encoded object; `base`: all raw bytes of the base of a delta. Raises CorruptError, UsageError."""
     view = memoryview(data).cast("B")

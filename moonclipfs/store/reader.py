@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from moonclipfs import limits
-from moonclipfs.codec.encoded import PREFIX_BYTES, Encoded, decode_blocks, head_length, parse
+from moonclipfs.codec.encoded import PREFIX_BYTES, Encoded, decode_blocks, decode_each, head_length, parse
 from moonclipfs.errors import CorruptError, DeltaCycleError, MissingObjectError
 from moonclipfs.store.cache import BoundedCache
 from moonclipfs.store.objects import object_id as id_of
@@ -335,25 +336,26 @@ class ObjectReader:
 
     def _decode_apart(self, chain: Chain, first: int, count: int) -> list[Buffer]:
         """Decode blocks into buffers of their own, so that each can leave the cache alone."""
-        encoded = chain[0].encoded
-        out = bytearray(encoded.raw_bytes(first, count))
-        view = memoryview(out)
-        self._decode(chain, 0, first, count, view)
-        if count == 1:
-            return [out]
-        return [bytes(view[at : at + encoded.block_bytes]) for at in range(0, len(out), encoded.block_bytes)]
+        link = chain[0]
+        payload, base = self._encoded(chain, 0, first, count)
+        with _faults_of(link):
+            found: list[Buffer] = [*decode_each(link.encoded, link.head, first, count, payload, base)]
+        self._count(blocks=count, decoded=sum(map(len, found)))
+        return found
 
     def _decode(self, chain: Chain, level: int, first: int, count: int, out: memoryview) -> None:
         """Decode blocks of link `level` of a chain into `out`, and for that only what they need of the links behind."""
         link = chain[level]
-        base = self._base_bytes(chain, level, first, count) if link.encoded.is_delta else None
-        offset, length = link.encoded.payload_range(first, count)
-        payload = self._read_pack(link.location, offset, length)
-        try:
+        payload, base = self._encoded(chain, level, first, count)
+        with _faults_of(link):
             decode_blocks(link.encoded, link.head, first, count, payload, out, base)
-        except CorruptError as error:
-            raise _BadLinkError(link.location, CorruptError(f"{link.location}: {error}")) from error
         self._count(blocks=count, decoded=len(out))
+
+    def _encoded(self, chain: Chain, level: int, first: int, count: int) -> tuple[bytes, Buffer | None]:
+        """What blocks of link `level` are decoded from: their bytes in the pack, and for a delta those of its base."""
+        link = chain[level]
+        base = self._base_bytes(chain, level, first, count) if link.encoded.is_delta else None
+        return self._read_pack(link.location, *link.encoded.payload_range(first, count)), base
 
     def _base_bytes(self, chain: Chain, level: int, first: int, count: int) -> Buffer:
         """The bytes that blocks of a delta are decoded against, clipped to the base."""
@@ -393,6 +395,15 @@ class ObjectReader:
             self.counters.cache_hits += hits
             self.counters.encoded_bytes_read += encoded
             self.counters.bytes_decoded += decoded
+
+
+@contextmanager
+def _faults_of(link: Link) -> Iterator[None]:
+    """Say of what cannot be decoded where it is."""
+    try:
+        yield
+    except CorruptError as error:
+        raise _BadLinkError(link.location, CorruptError(f"{link.location}: {error}")) from error
 
 
 def _check_range(link: Link, offset: int, length: int) -> None:

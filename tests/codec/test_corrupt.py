@@ -85,6 +85,19 @@ def test_damage_in_a_later_block_names_it_and_leaves_the_others(dtype: DType) ->
         out = bytearray(parsed.raw_bytes(block, 1))
         encoded.decode_blocks(parsed, head, block, 1, data[parsed.offsets[block] : parsed.offsets[block + 1]], out)
         assert out == raw[block * parsed.block_bytes : (block + 1) * parsed.block_bytes]
+    payload = bytes(data[parsed.head_length :])
+    with pytest.raises(CorruptError, match="block 1"):
+        encoded.decode_each(parsed, head, 0, parsed.blocks, payload)
+
+
+@pytest.mark.parametrize(("first", "count", "cut"), [(0, 4, 0), (3, 1, 0), (1 << 63, 1, 0), (0, 1 << 63, 0), (0, 3, 1)])
+def test_blocks_that_are_not_there_are_refused_before_anything_is_decoded(first: int, count: int, cut: int) -> None:
+    raw = np.random.default_rng(2).integers(0, 9, 3 * 4 * BLOCK_ELEMENTS, dtype=np.uint8).tobytes()
+    data = choose.encode(raw, DType.F32).data
+    parsed = encoded.parse(data[: encoded.head_length(data[: encoded.PREFIX_BYTES])], len(data))
+    payload = data[parsed.head_length : len(data) - cut]
+    with pytest.raises(UsageError):
+        encoded.decode_each(parsed, data[: parsed.head_length], first, count, payload)
 
 
 def prefix(dtype: int = 12, base: int = 255, transform: int = 2, packed: int = 0, raw: int = 4, start: int = 0,

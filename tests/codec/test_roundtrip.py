@@ -79,11 +79,12 @@ def test_any_range_of_blocks_decodes_alone(dtype: DType, kernel: str) -> None:
                 offset, size = parsed.payload_range(first, count)
                 base_start, base_size = parsed.base_range(first, count)
                 out = bytearray(parsed.raw_bytes(first, count))
-                encoded.decode_blocks(
-                    parsed, head, first, count, encoding.data[offset : offset + size], out,
-                    base[base_start : base_start + base_size] if encoding.base is not None else None,
-                )  # fmt: skip
+                payload = encoding.data[offset : offset + size]
+                facing = base[base_start : base_start + base_size] if encoding.base is not None else None
+                encoded.decode_blocks(parsed, head, first, count, payload, out, facing)
                 assert out == raw[first * block : (first + count) * block]
+                each = encoded.decode_each(parsed, head, first, count, payload, facing)
+                assert each == [raw[at * block : (at + 1) * block] for at in range(first, first + count)]
 
 
 def test_r057_no_buffer_needs_to_be_aligned(kernel: str) -> None:

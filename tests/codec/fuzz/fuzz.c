@@ -66,7 +66,7 @@ static int decode(mc_scratch *scratch, const u8 *encoded, size_t length, const u
         u8 *facing = exact(base + skip, facing_length), *payload = exact(data + head_length, payload_length);
         u8 *alone = exact(data, (size_t)head_length);
         mc_decode_request request = {alone, (size_t)head_length, length, 0, head.blocks, payload, payload_length,
-                                     {facing, facing_length}, out, raw_length};
+                                     {facing, facing_length}, out, raw_length, NULL};
         status = mc_decode(scratch, &request, &block);
         free(facing);
         free(payload);
