@@ -167,7 +167,7 @@ class Overlay:
                 yield encoder
                 self.layer.sync_all()
         except MoonclipError as error:
-            if self._closed or self._ending:
+            if self.is_ending:
                 raise NotFoundError(f"overlay {self.name} was discarded meanwhile, or let go") from error
             raise
 
@@ -267,6 +267,11 @@ class Overlay:
             raise UsageError(f"{self.name} is a dry run: it is committed only if that was asked for with --commit")
 
     # Its life
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was closed or discarded, or is about to be."""
+        return self._closed or self._ending
 
     def end(self) -> None:
         """Store nothing any more, it is about to be discarded: that may take a while."""

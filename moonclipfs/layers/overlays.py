@@ -300,7 +300,7 @@ class Overlays:
         except MoonclipError as error:
             if isinstance(error, NoSpaceError):
                 overlay.encoder.wanted = overlay.make_room(overlay.layer.staging.used) > 0
-            if not self._stopping.is_set() and overlay in self.opened():
+            if not (self._stopping.is_set() or overlay.is_ending):
                 log.warning("overlay %s: not encoded yet, but safe in staging: %s", overlay.name, error)
         finally:
             with self._lock:

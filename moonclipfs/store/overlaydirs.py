@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, CorruptError, ExistsError, MoonclipError, NotFoundError, UsageError
+from moonclipfs.errors import (
+    BusyError,
+    CorruptError,
+    ExistsError,
+    MoonclipError,
+    NotFoundError,
+    PermissionDeniedError,
+    UsageError,
+)
 from moonclipfs.store import ofd
 from moonclipfs.store.backend import LocalBackend, mode_of_files, os_errors
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
@@ -181,19 +189,30 @@ def naming(backend: LocalBackend) -> Iterator[None]:
                 backend.ops.mkdir(str(directory), mode)
                 os.chmod(directory, mode)
             backend.sync_directory(str(backend.root))
-    with os_errors(f"lock {path}"):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode_of_files(directory))
-        try:
+    fd = _open_lock(path, mode_of_files(directory))
+    try:
+        with os_errors(f"lock {path}"):
             deadline = time.monotonic() + _WAIT_SECONDS
             while not ofd.lock(fd):
                 if time.monotonic() > deadline:
                     raise BusyError(f"{path} is locked by another process: try again")
                 time.sleep(_POLL_SECONDS)
-            yield
-        finally:
-            with suppress(OSError):
-                ofd.unlock(fd)
-            os.close(fd)
+        yield
+    finally:
+        with suppress(OSError):
+            ofd.unlock(fd)
+        os.close(fd)
+
+
+def _open_lock(path: Path, mode: int) -> int:
+    with os_errors(f"lock {path}"):
+        try:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+        if os.fstat(fd).st_uid == os.geteuid():
+            os.fchmod(fd, mode)  # whatever the umask: the group of a shared store locks it too
+        return fd
 
 
 def new_layer_name() -> str:
@@ -337,8 +356,8 @@ def _left_aside(backend: LocalBackend) -> list[str]:
 
 
 def _free(root: Path, layer: str) -> LayerLock | None:
-    """The lock of a layer, unless somebody has it."""
+    """The lock of a layer, unless somebody has it, or it is another user's."""
     try:
         return LayerLock.acquire(root / LAYERS / layer, {"pid": os.getpid()})
-    except (BusyError, NotFoundError):
+    except (BusyError, NotFoundError, PermissionDeniedError):
         return None

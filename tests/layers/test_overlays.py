@@ -428,6 +428,18 @@ def test_dry_runs_beside_a_live_layer_and_each_other(store: Store) -> None:
 # Beside others
 
 
+def test_names_of_a_shared_store_are_the_groups(tmp_path: Path) -> None:
+    """In a shared store all of its group make and name overlays, whatever their umask."""
+    before = os.umask(0o077)
+    try:
+        with Store.create(tmp_path / "shared", shared=True) as store:
+            create(store, "one").close()
+            modes = [(store.path / "overlays" / name).stat().st_mode & 0o7777 for name in (".", ".lock", "one")]
+    finally:
+        os.umask(before)
+    assert modes == [0o2770, 0o660, 0o660]
+
+
 def test_the_example_of_the_format_is_read_and_made_again() -> None:
     document = (Path(overlaydirs.__file__).parent / "FORMAT.md").read_text()
     data = document.partition("```json overlay\n")[2].partition("\n```")[0].encode()
