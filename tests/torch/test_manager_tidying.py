@@ -256,7 +256,7 @@ def test_c04_c31_a_save_in_flight_survives_the_gc_of_another(tmp_path: Path, mon
         assert verify(store).problems == [] and sorted(store.names().bound()) == ["run/step-000002", "run/step-000003"]
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("rounds", [2, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_c08_c33_killed_at_any_moment_nothing_that_was_told_is_lost_and_nothing_is_in_the_way(
     tmp_path: Path, rounds: int
 ) -> None:
