@@ -71,7 +71,7 @@ class Group:
             if rank == 0:
                 self._write(meet, {"attempt": self.attempt})
             else:
-                self.attempt = str(self._await(lambda: self._met(meet), "begins", (0,))["attempt"])
+                self.attempt = str(self._await(lambda: self._met(meet), "has not begun", (0,))["attempt"])
         self._write(self._named("here", rank), {"size": size})
 
     def name_of(self, number: int) -> str:
@@ -130,7 +130,8 @@ class Group:
                 raise RanksError(f"there is no snapshot {path}: {body['failed']}")
             return None
 
-        return self._await(look, f"has not made the snapshot {path}", (0,))
+        # Rank 0 is to give up first, since it knows who is missing.
+        return self._await(look, f"has not made the snapshot {path}", (0,), 2 * self._wait)
 
     def forget(self, number: int) -> None:
         """Take back this rank's notes of a save that is over."""
@@ -181,10 +182,11 @@ class Group:
 
     _missing: list[int]
 
-    def _await(self, look: Callable[[], T | None], what: str, ranks: Collection[int]) -> T:
+    def _await(self, look: Callable[[], T | None], what: str, ranks: Collection[int], seconds: float = 0.0) -> T:
         """Return what `look` finds. Raises RanksError when a rank that it is to come from is dead, or time is up."""
         self._missing = list(ranks)
-        deadline = time.monotonic() + self._wait
+        seconds = seconds or self._wait
+        deadline = time.monotonic() + seconds
         pause = _Pause()
         while True:
             found = look()
@@ -200,7 +202,7 @@ class Group:
             if now > deadline:
                 named = ", ".join(map(str, self._missing))
                 raise RanksError(
-                    f"rank {named} of {self.size} {what} within {self._wait:g} seconds: it may have ended, or hang, or "
+                    f"rank {named} of {self.size} {what} within {seconds:g} seconds: it may have ended, or hang, or "
                     "be one that does not save; every rank has to make each save"
                 )
             pause.rest()
@@ -235,11 +237,16 @@ class Group:
             )
 
     def _met(self, meet: str) -> dict[str, Any] | None:
-        """The note of a rank 0 that lives: others are of attempts that are over."""
-        leases = {note.lease for note in self._all_notes() if note.what == meet}
-        alive = {lease.name for lease in live_leases(self._store.path)} if leases else set()
-        found = leases & alive
-        return self._read(Note(min(found), meet)) if len(found) == 1 else None
+        """The note of a rank 0 that lives: others are of attempts that are over. Of several the newest: the wrong one
+        would have us wait in vain, no more.
+        """
+        infos = [info for info in self._store.backend.list("tmp/") if info.key.endswith("." + meet)]
+        alive = {lease.name for lease in live_leases(self._store.path)} if infos else set()
+        for info in sorted(infos, key=lambda info: info.modified_ns, reverse=True):
+            note = _note(info.key)
+            if note.lease in alive:
+                return self._read(note)
+        return None
 
     # Notes
 
@@ -251,13 +258,11 @@ class Group:
         start = int.from_bytes(object_id[:4], "little")
         return (other - start) % self.size < (self.rank - start) % self.size
 
-    def _all_notes(self) -> list[Note]:
-        names = (info.key.removeprefix("tmp/").partition(".") for info in self._store.backend.list("tmp/"))
-        return [Note(lease, what) for lease, _, what in names if what]
-
     def _notes(self) -> dict[str, Note]:
         """The notes of this attempt by name."""
-        return {note.what: note for note in self._all_notes() if note.what.startswith(self.attempt + ".")}
+        start = self.attempt + "."
+        infos = self._store.backend.list("tmp/")
+        return {note.what: note for info in infos if (note := _note(info.key)).what.startswith(start)}
 
     def _write(self, what: str, body: Mapping[str, Any]) -> None:
         assert self._store.lease is not None
@@ -292,6 +297,11 @@ class _Pause:
     def rest(self) -> None:
         time.sleep(self._seconds)
         self._seconds = min(limits.RANKS_POLL_SECONDS, self._seconds * 1.5)
+
+
+def _note(key: str) -> Note:
+    lease, _, what = key.removeprefix("tmp/").partition(".")
+    return Note(lease, what)
 
 
 def _ids(joined: bytes) -> frozenset[ObjectId]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -59,12 +60,11 @@ def sharded(values: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Rows or columns to each process, or all to everyone."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     places = {"rows": Shard(0), "columns": Shard(1), "uneven": Shard(0), "odd": Shard(0)}
-    return {
-        name: value
-        if name in ("scalar", "nothing")
-        else distribute_tensor(value, mesh, [places.get(name, Replicate())])
-        for name, value in values.items()
-    }
+    placed: dict[str, Any] = dict(values)
+    for name, value in values.items():
+        if name not in ("scalar", "nothing"):
+            placed[name] = distribute_tensor(value, mesh, [places.get(name, Replicate())])
+    return placed
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -84,15 +84,15 @@ def check(state: dict[str, Any], step: int) -> None:
 def dcp_save(directory: Path) -> None:
     """At once, in the background, and once more under the same name."""
     writer = StorageWriter(directory / "store")
-    dcp.save(state_of(1), storage_writer=writer, checkpoint_id="dcp/step-1")
+    save(state_of(1), storage_writer=writer, checkpoint_id="dcp/step-1")
     state = state_of(2)
-    saving = dcp.async_save(state, storage_writer=writer, checkpoint_id="dcp/step-2")
+    saving: Any = async_save(state, storage_writer=writer, checkpoint_id="dcp/step-2")
     for value in state["model"].values():
         (value.to_local() if isinstance(value, DTensor) else value).zero_()  # training goes on meanwhile
     saving.result()
-    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    planner = DefaultSavePlanner(enable_plan_caching=True)
     for step in (3, 4):
-        dcp.save(state_of(step), storage_writer=writer, checkpoint_id="dcp/last", planner=planner)
+        save(state_of(step), storage_writer=writer, checkpoint_id="dcp/last", planner=planner)
     writer.close()
 
 
@@ -102,12 +102,84 @@ def dcp_load(directory: Path) -> None:
     for name, step in (("dcp/step-1", 1), ("dcp/step-2", 2), ("dcp/last@1", 3), ("dcp/last", 4)):
         state = state_of(0)
         state["model"] = sharded({name: torch.ones_like(value) for name, value in whole(0).items()})
-        dcp.load(state, storage_reader=reader, checkpoint_id=name)
+        load(state, storage_reader=reader, checkpoint_id=name)
         check(state, step)
     reader.close()
 
 
-PROGRAMS = {one.__name__: one for one in (dcp_save, dcp_load)}
+def batches(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Train on what only this rank sees of each batch."""
+    for step in steps:
+        module(torch.arange(12) + 7 * dist.get_rank() + step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ddp(directory: Path) -> None:
+    """Data parallel training that ends, and goes on with another model as if it had not."""
+    straight = DistributedDataParallel(model())
+    batches(straight, adam(straight), range(6))
+    for start, stop in ((0, 3), (3, 6)):
+        module = DistributedDataParallel(model(seed=start))
+        optimizer = adam(module)
+        torch.manual_seed(dist.get_rank() + start)
+        with CheckpointManager(directory / "store", "ddp", world_size="auto") as manager:
+            assert manager.resume(module, optimizer) == start
+            if start:
+                noise = manager.load(start - 1).extra["rng"]
+                assert torch.equal(noise, torch.manual_seed(dist.get_rank()).get_state())
+            for step in range(start, stop):
+                batches(module, optimizer, range(step, step + 1))
+                manager.save(step, module, optimizer, extra={"rng": torch.get_rng_state()})
+    assert same(module.module.state_dict(), straight.module.state_dict())
+
+
+def fsdp(directory: Path) -> None:
+    """Sharded training that goes on from a manager's snapshot on as many ranks, and from one of DCP."""
+    straight, steps = fully(model(width=30)), adam
+    batches(straight, steps(straight), range(6))
+    module = fully(model(width=30))
+    optimizer = steps(module)
+    batches(module, optimizer, range(3))
+    with CheckpointManager(directory / "store", "fsdp", world_size="auto") as manager:
+        manager.save(2, module, optimizer)
+        again = fully(model(seed=1, width=30))
+        schedule = steps(again)
+        assert manager.resume(again, schedule) == 3
+    batches(again, schedule, range(3, 6))
+    assert same(shards(again), shards(straight))
+
+    writer = StorageWriter(directory / "store")
+    state, optim = get_state_dict(module, optimizer)
+    save({"model": state, "optimizer": optim}, storage_writer=writer, checkpoint_id="fsdp-dcp/step-2")
+    writer.close()
+
+
+def fsdp_load(directory: Path) -> None:
+    """What `fsdp` saved, on however many ranks."""
+    module = fully(model(seed=2, width=30))
+    optimizer = adam(module)
+    state, optim = get_state_dict(module, optimizer)
+    reader = StorageReader(directory / "store")
+    load({"model": state, "optimizer": optim}, storage_reader=reader, checkpoint_id="fsdp-dcp/step-2")
+    reader.close()
+    set_state_dict(module, optimizer, model_state_dict=state, optim_state_dict=optim)
+    whole = {name: one.full_tensor() for name, one in module.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save(whole, directory / f"loaded-{dist.get_world_size()}.pt")
+
+
+def fully(module: torch.nn.Module) -> torch.nn.Module:
+    """Shard a model over all ranks."""
+    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def shards(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank has of a model."""
+    return {name: one.to_local() for name, one in module.state_dict().items()}
+
+
+PROGRAMS = {one.__name__: one for one in (dcp_save, dcp_load, ddp, fsdp, fsdp_load)}
 
 
 def main(name: str, directory: Path) -> None:
