@@ -269,7 +269,7 @@ class FileOperations(Operations):
         staged, since = served.staged, time.monotonic()
         while True:
             try:
-                return await trio.to_thread.run_sync(work, limiter=limiter or self._threads)
+                return await trio.to_thread.run_sync(work, limiter=limiter or served.threads or self._threads)
             except StagingFullError as error:
                 let_go(error)
                 if served.gone:

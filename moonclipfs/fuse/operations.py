@@ -303,12 +303,13 @@ class Operations(pyfuse3.Operations):
         """The attributes that a copy should carry."""
         return [XattrName(name) for name in self.tree.xattr_names(self.nodes[inode])]
 
-    async def _ask(self, question: Callable[..., T], *args: object) -> T:
-        """Ask the tree: at once if it knows the answer, else on a worker thread."""
+    async def _ask(self, question: Callable[..., T], *args: object, limiter: trio.CapacityLimiter | None = None) -> T:
+        """Ask the tree: at once if it knows the answer, else on a worker thread, one of `limiter`."""
         try:
             return question(*args, wait=False)
         except NotCachedError:
-            return await trio.to_thread.run_sync(partial(question, *args, wait=True), limiter=self._threads)
+            threads = limiter or self._threads
+            return await trio.to_thread.run_sync(partial(question, *args, wait=True), limiter=threads)
 
 
 class ReadOnlyOperations(Operations):

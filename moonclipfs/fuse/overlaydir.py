@@ -13,6 +13,7 @@ from pathlib import Path
 from stat import S_IFDIR
 from typing import NoReturn, Protocol, cast
 
+import trio
 from pyfuse3 import FUSEError
 
 from moonclipfs import limits
@@ -84,6 +85,8 @@ class ServedNames(Served):
         self.names = names or OverlayNames(overlays, live.layer)
         super().__init__(cast("Layer", self.names), live.encoder, live.make_room, place)
         self._overlays = overlays
+        # An overlay may take long to be opened: no other request is to wait for a thread because of that.
+        self.threads = trio.CapacityLimiter(limits.METADATA_THREADS)
 
     @property
     def attribute_seconds(self) -> float:

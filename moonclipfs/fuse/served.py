@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 
+import trio
 from pyfuse3 import FUSEError
 
 from moonclipfs import limits
@@ -35,6 +36,8 @@ class Served:
         self.encoding = encoding
         self.make_room = make_room
         self.place = place
+        self.threads: trio.CapacityLimiter | None = None
+        """Those on which requests wait, if not those of all."""
         self.gone = False
         """The layer was discarded, or let go: no request may use it any more."""
 

@@ -71,7 +71,7 @@ class LiveOperations(FileOperations):
             raise FUSEError(errno.ENAMETOOLONG)
         directory, served = self.find(parent_inode)
         epoch = served.epoch
-        (child,) = await self._ask(served.layer.children, directory, (name,))
+        (child,) = await self._ask(served.layer.children, directory, (name,), limiter=served.threads)
         # While this waited, names may have changed, and the kernel been told: it must not keep this answer then.
         fresh = served.epoch is epoch
         if child is not None:
@@ -122,7 +122,9 @@ class LiveOperations(FileOperations):
         if not is_live(inode):
             return await super().getattr(inode, ctx)
         found, served = self.find(inode)
-        return self.attributes_of(found, await self._ask(served.layer.stat, found), served.attribute_seconds)
+        return self.attributes_of(
+            found, await self._ask(served.layer.stat, found, limiter=served.threads), served.attribute_seconds
+        )
 
     @answers
     async def readlink(self, inode: Number, ctx: RequestContext) -> Name:
@@ -143,7 +145,7 @@ class LiveOperations(FileOperations):
         sequence = self.tree.view.sequence  # held, which newer names that the layer shows may not be yet
         with self.holds.pinned(sequence):
             directory = LayerDirectory(*self.find(inode), sequence)
-            await self._ask(directory.served.layer.names_in, directory.inode)
+            await self._names_in(directory)
             self._last_directory += 1
             self.open_directories[self._last_directory] = directory
             self.holds.pin(sequence)
@@ -173,8 +175,12 @@ class LiveOperations(FileOperations):
                     raise
                 return  # the kernel gets what there is, counts it, and asks again from there: then it is told
 
+    async def _names_in(self, directory: LayerDirectory) -> list[bytes]:
+        served = directory.served
+        return await self._ask(served.layer.names_in, directory.inode, limiter=served.threads)
+
     async def _listing(self, directory: LayerDirectory) -> list[bytes]:
-        names = DOTS + await self._ask(directory.served.layer.names_in, directory.inode)
+        names = DOTS + await self._names_in(directory)
         if directory.inode.number == ROOT_NUMBER:
             virtual = [name for name in await self._ask(self.tree.names_in, self.tree.root) if name.startswith(b"@")]
             names += [*virtual, OVERLAYS_NAME] if virtual and self.overlays is not None else virtual
@@ -188,7 +194,8 @@ class LiveOperations(FileOperations):
         inode, served = directory.inode, directory.served
         virtual = [name for name in names if _is_virtual(inode.number, name)]
         live = [name for name in names if not _is_virtual(inode.number, name)]
-        for child, name in zip(await self._ask(served.listed, inode, live), live, strict=True):
+        children = await self._ask(served.listed, inode, live, limiter=served.threads)
+        for child, name in zip(children, live, strict=True):
             if child is None:
                 found.append(None)
             elif name in DOTS:
@@ -207,7 +214,7 @@ class LiveOperations(FileOperations):
     async def _overlays_entry(self, overlays: ServedNames) -> Callable[[], EntryAttributes]:
         """What makes the attributes of `@overlays`, whose name stays what it is."""
         root = overlays.names.root
-        status = await self._ask(overlays.names.stat, root)
+        status = await self._ask(overlays.names.stat, root, limiter=overlays.threads)
 
         def mentioned() -> EntryAttributes:
             attributes = self.mention(root, status, overlays)

@@ -635,6 +635,37 @@ def test_of_more_overlays_than_may_be_open_those_that_nobody_uses_are_closed(
         assert len(ask(str(mounted.path), "status")["overlays"]) <= 16
 
 
+def test_an_overlay_that_takes_long_to_open_is_waited_for_by_nobody_else(
+    store: Store, tmp_path: Path, fuse: None
+) -> None:
+    publish(store, "ck", {f"d{number}": {"f": b"x"} for number in range(10)})
+    for number in range(5):
+        Overlay.create(store, f"slow{number}", _nothing()).close()
+    patch = """
+import time
+from moonclipfs.layers.overlay import Overlay
+take = Overlay.open
+def slowly(store, name, **options):
+    time.sleep(0.7)
+    return take(store, name, **options)
+Overlay.open = slowly
+"""
+    with patched_server(store.path, tmp_path / "mnt", patch, read_only=False) as mounted:
+        slow = [mounted.path / f"@overlays/slow{number}" for number in range(5)]
+        threads = [threading.Thread(target=os.stat, args=(path,)) for path in slow]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        began = time.monotonic()
+        for number in range(10):
+            assert (mounted.path / f"ck/d{number}/f").read_bytes() == b"x"
+        (mounted.path / "new").write_bytes(b"x")
+        assert time.monotonic() - began < 1.5
+        assert any(thread.is_alive() for thread in threads)
+        for thread in threads:
+            thread.join()
+
+
 def _made(path: Path) -> bool:
     try:
         path.mkdir()
