@@ -146,7 +146,7 @@ def attempt(root: Path, work: Work, ops: KillingOps | FaultyOps | FileOps) -> No
 
 
 @pytest.mark.parametrize(("work", "after"), CASES, ids=lambda case: getattr(case, "__name__", ""))
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_step(template: Path, tmp_path: Path, work: Work, after: str, every: int) -> None:
     """kill -9 at any point of create, discard, rename, commit and rebase leaves before or after."""
     counter = KillingOps(1 << 30)

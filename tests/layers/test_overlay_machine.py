@@ -157,7 +157,7 @@ def _is_file(node: Node) -> bool:
     return node.type is EntryType.FILE
 
 
-OverlayMachine.TestCase.settings = hypothesis.settings(max_examples=12, stateful_step_count=25, deadline=None)
+OverlayMachine.TestCase.settings = hypothesis.settings(max_examples=8, stateful_step_count=25, deadline=None)
 
 
 class TestOverlay(OverlayMachine.TestCase):
