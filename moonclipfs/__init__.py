@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moonclipfs.expertsapi import experts
     from moonclipfs.layers.dryness import is_dry_run
     from moonclipfs.overlayapi import Overlay, create_overlay, overlay, overlays
-    from moonclipfs.tidying import optimize, thin
+    from moonclipfs.tidying import optimize, optimize_aside, thin
     from moonclipfs.torch.manager import CheckpointManager
 
 __version__ = "0.3.0"
@@ -50,6 +50,7 @@ __all__ = [
     "is_dry_run",
     "open",
     "optimize",
+    "optimize_aside",
     "overlay",
     "overlays",
     "seal",
@@ -72,6 +73,7 @@ _HOMES = {
     "is_dry_run": "moonclipfs.layers.dryness",
     "open": "moonclipfs.api",
     "optimize": "moonclipfs.tidying",
+    "optimize_aside": "moonclipfs.tidying",
     "overlay": "moonclipfs.overlayapi",
     "overlays": "moonclipfs.overlayapi",
     "seal": "moonclipfs.api",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from moonclipfs.errors import UsageError
@@ -28,6 +30,24 @@ def optimize(store: Place, *names: str, dry_run: bool = False, core_share: float
     with _opened(store, write=not dry_run) as (opened, spec):
         wanted = [*([spec] if spec else []), *names]
         return optimize_store(opened, wanted, dry_run=dry_run, core_share=core_share)
+
+
+def optimize_aside(store: Place, *names: str, core_share: float = 0.25) -> Future[OptimizeReport]:
+    """`optimize` in the background, on a thread that the end of the program waits for; the result tells, or raises.
+
+    For a training loop that wants its newest snapshot quick to read while it goes on: saves and loads need not wait.
+    """
+    future: Future[OptimizeReport] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(optimize(store, *names, core_share=core_share))
+        except BaseException as error:
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=work, name="moonclipfs optimize", daemon=False).start()
+    return future
 
 
 def thin(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import moonclipfs
-from moonclipfs.errors import CorruptError, MoonclipError, UsageError
+from moonclipfs.errors import CorruptError, MoonclipError, NotFoundError, UsageError
 from moonclipfs.store.check import verify
 from moonclipfs.store.gc import collect
 from moonclipfs.store.packs import pack_key
@@ -126,13 +126,19 @@ def test_c01_merging_beside_a_manager_that_saves(tmp_path: Path) -> None:
                 del net.gained
             saved[number] = state(net)
             manager.save(number, net, optimizer)
-            moonclipfs.optimize(tmp_path / "s", core_share=0.5)
+            merging = moonclipfs.optimize_aside(tmp_path / "s", "run") if number else None
         manager.flush()
+        assert merging is not None and merging.result(60).problems == []
         moonclipfs.optimize(f"{tmp_path / 's'}:run")
         for number, expected in saved.items():
             assert same(manager.load(number).state["model"], expected)
     with Store.open(tmp_path / "s") as store:
         assert links(store, "run/step-000007") <= 1 and verify(store).problems == []
+
+
+def test_what_merging_aside_fails_with_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="nowhere"):
+        moonclipfs.optimize_aside(tmp_path / "nowhere").result(60)
 
 
 def test_resuming_from_a_thinned_snapshot_is_an_error_and_its_weights_are_there(tmp_path: Path) -> None:
