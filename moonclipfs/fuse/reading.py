@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from itertools import takewhile
+from queue import Empty, Full, Queue
+from typing import TypeAlias
 
 import trio
 
@@ -16,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _ACTIVE_SECONDS = 1.0
 """How long after its last read a file still gets its share of the read-ahead."""
+_Step: TypeAlias = tuple[ReadHandle, int, int]
+"""A file, an offset in it and a count of bytes."""
 
 
 class Reads:
@@ -29,11 +34,10 @@ class Reads:
         self._budget = cache_bytes // 4
         self._window = min(limits.PREFETCH_BYTES, cache_bytes // 16)
         self._readers = trio.CapacityLimiter(limits.READ_THREADS)
-        self._decoders = trio.CapacityLimiter(cores)
         self._cores = cores
         self._active = _Recent()
         self._running = _Recent()
-        self._jobs, self._queue = trio.open_memory_channel[tuple[ReadHandle, int, int]](limits.PREFETCH_QUEUE)
+        self._steps: Queue[_Step | None] = Queue(limits.PREFETCH_QUEUE)
 
     async def read(self, handle: ReadHandle, offset: int, size: int) -> Buffer:
         """Return up to `size` bytes at `offset`, fewer only at the end of the file. Raises CorruptError."""
@@ -57,10 +61,23 @@ class Reads:
         self._running.drop(handle)
 
     async def work(self) -> None:
-        """Decode ahead, for as long as the mount lives."""
-        async with trio.open_nursery() as nursery:
-            for _ in range(self._cores):
-                nursery.start_soon(self._decode_ahead)
+        """Decode ahead, for as long as the mount lives.
+
+        The threads take the next step themselves: the event loop, which is busy with answers then, would be asked twice
+        for each.
+        """
+        threads = [threading.Thread(target=self._decode_ahead, name=f"ahead {n}") for n in range(self._cores)]
+        for thread in threads:
+            thread.start()
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._drop_steps()
+            for _ in threads:
+                self._steps.put(None)
+            with trio.CancelScope(shield=True):
+                for thread in threads:
+                    await trio.to_thread.run_sync(thread.join)
 
     def _read_ahead(self, handle: ReadHandle, stream: Stream, *, first: bool) -> None:
         """Queue what a sequential reader will want soon, whole steps only, except at the end of the file.
@@ -81,18 +98,27 @@ class Reads:
             if stream.ahead + step > goal:
                 return
             try:
-                self._jobs.send_nowait((handle, stream.ahead, step))
-            except trio.WouldBlock:
+                self._steps.put_nowait((handle, stream.ahead, step))
+            except Full:
                 return
+            self.prefetches += 1
             stream.ahead += step
 
-    async def _decode_ahead(self) -> None:
-        async for handle, offset, length in self._queue:
+    def _drop_steps(self) -> None:
+        """Leave what nobody has begun with."""
+        while True:
+            try:
+                self._steps.get_nowait()
+            except Empty:
+                return
+
+    def _decode_ahead(self) -> None:
+        while (step := self._steps.get()) is not None:
+            handle, offset, length = step
             if not handle.users:
                 continue
-            self.prefetches += 1
             try:
-                await trio.to_thread.run_sync(handle.reader.prefetch, offset, length, limiter=self._decoders)
+                handle.reader.prefetch(offset, length)
             except MoonclipError as error:
                 log.debug("read-ahead of %s at %d: %s; whoever reads there is told", handle.place, offset, error)
             except Exception:  # memory that ran out, for one: what nobody asked for must not end the mount

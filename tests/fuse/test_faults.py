@@ -317,9 +317,9 @@ async def queued(reads: Reads, handle: FileHandle, offset: int, mib: int) -> int
     """How many steps of read-ahead a sequential read from `offset` on leads to."""
     for at in range(offset, offset + mib * MIB, MIB):
         await reads.read(handle, at, MIB)
-    count = reads._queue.statistics().current_buffer_used
+    count = reads._steps.qsize()
     for _ in range(count):
-        reads._queue.receive_nowait()
+        reads._steps.get_nowait()
     return count
 
 
