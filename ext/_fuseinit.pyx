@@ -15,6 +15,7 @@ cdef extern from "fuse_init.h" nogil:
     uint64_t fuse_init_granted()
     void fuse_init_request(const char *request, size_t length)
     void fuse_init_reply(const iovec *parts, int count)
+    ssize_t fuse_init_write(int fd, iovec *parts, int count, void *data)
     int FUSE_INIT_REFUSAL_BYTES
     int fuse_init_refuses(const char *request, size_t length, char *reply)
 
@@ -47,6 +48,16 @@ def feed_reply(unsigned char[::1] head, unsigned char[::1] body):
     parts[1].iov_base = &body[0] if body.shape[0] else NULL
     parts[1].iov_len = body.shape[0]
     fuse_init_reply(parts, 2)
+
+
+def send(int fd, const unsigned char[::1] head, const unsigned char[::1] body):
+    """For tests: send a reply; returns how many bytes were taken."""
+    cdef iovec parts[2]
+    parts[0].iov_base = <void *>&head[0] if head.shape[0] else NULL
+    parts[0].iov_len = head.shape[0]
+    parts[1].iov_base = <void *>&body[0] if body.shape[0] else NULL
+    parts[1].iov_len = body.shape[0]
+    return fuse_init_write(fd, parts, 2, NULL)
 
 
 def refusal(const unsigned char[::1] request):

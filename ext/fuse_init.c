@@ -5,11 +5,13 @@
  * for all (RTLD_GLOBAL) before pyfuse3. It calls libfuse's, then reads and writes the messages of the session itself,
  * through fuse_session_custom_io() of libfuse 3.14. Messages pass unchanged, but for flags of the reply to INIT, and
  * for the kernel's question after a file's capabilities, which comes before the first write to every file: it is
- * answered here, as for all attributes of families that no mount has.
+ * answered here, as for all attributes of families that no mount has. While a long reply is copied, other threads of
+ * Python go on.
  *
  * All of it runs on the one thread that serves the session.
  */
-#define _GNU_SOURCE
+#include <Python.h> /* first, as it wants to be; it defines _GNU_SOURCE */
+
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -26,6 +28,7 @@ enum { GETXATTR = 22, INIT = 26 };
 enum { GETXATTR_IN_NAME = IN_BODY + 8 };
 enum { INIT_IN_FLAGS = IN_BODY + 12, INIT_IN_FLAGS2 = IN_BODY + 16 };
 enum { INIT_OUT_FLAGS = 12, INIT_OUT_FLAGS2 = 32, INIT_OUT_BYTES = 64 };
+enum { LONG_REPLY_BYTES = 128 * 1024 };
 #define INIT_EXT (1u << 30) /* flags2 counts */
 
 struct fuse_session;
@@ -130,11 +133,19 @@ static ssize_t read_request(int fd, void *out, size_t length, void *data)
     return count;
 }
 
-static ssize_t write_reply(int fd, struct iovec *parts, int count, void *data)
+ssize_t fuse_init_write(int fd, struct iovec *parts, int count, void *data)
 {
     (void)data;
     fuse_init_reply(parts, count);
-    return writev(fd, parts, count);
+    /* Who comes without the GIL, as a notification does, is in nobody's way. */
+    if (count < 2 || parts[count - 1].iov_len < LONG_REPLY_BYTES || !PyGILState_Check())
+        return writev(fd, parts, count);
+    PyThreadState *thread = PyEval_SaveThread();
+    const ssize_t written = writev(fd, parts, count);
+    const int error = errno;
+    PyEval_RestoreThread(thread);
+    errno = error;
+    return written;
 }
 
 /* Let a mounted session read and write through this file; without a libfuse that can, it goes on as it is. */
@@ -143,7 +154,7 @@ static void take_over(void *library, struct fuse_session *session)
     int (*session_fd)(struct fuse_session *);
     int (*custom_io)(struct fuse_session *, const struct custom_io *, int);
     int (*custom_io_sized)(struct fuse_session *, const struct custom_io *, size_t, int);
-    static const struct custom_io io = {.writev = write_reply, .read = read_request};
+    static const struct custom_io io = {.writev = fuse_init_write, .read = read_request};
 
     *(void **)&session_fd = dlsym(library, "fuse_session_fd");
     *(void **)&custom_io = dlsym(library, "fuse_session_custom_io");

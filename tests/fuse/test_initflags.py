@@ -118,6 +118,27 @@ def test_any_bytes_may_be_asked_about(data: bytes, length: int) -> None:
     assert extension.refusal(getxattr_request(b"security.capability")[: min(length, 57)]) is None
 
 
+_LONG_REPLY = """
+import os, threading
+from moonclipfs import _fuseinit
+
+reading, writing = os.pipe()
+head, body, sent = b"h" * 16, os.urandom(1 << 20), []
+sender = threading.Thread(target=lambda: sent.append(_fuseinit.send(writing, head, body)))
+sender.start()
+got = b""
+while len(got) < len(head + body):
+    got += os.read(reading, 1 << 16)
+sender.join()
+assert got == head + body and sent == [len(got)]
+"""
+
+
+def test_other_threads_go_on_while_a_long_reply_is_copied() -> None:
+    """A pipe that is full waits for the reader, who is one of them."""
+    subprocess.run([sys.executable, "-c", _LONG_REPLY], check=True, timeout=60)
+
+
 def test_a_mount_is_not_asked_for_capabilities_before_each_write(live: Mounted) -> None:
     for number in range(20):
         (live.path / f"{number}").write_bytes(b"x")
