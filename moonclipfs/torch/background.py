@@ -23,15 +23,15 @@ class Background:
         self._running = False
         self._failure: BaseException | None = None
         self.last_wait = 0.0
-        """Seconds that the last `wait` took."""
+        """Seconds that the last save waited, as who waits notes it."""
         atexit.register(_tell, weakref.ref(self))
 
-    def wait(self) -> None:
-        """Return when nothing is in flight."""
+    def wait(self) -> float:
+        """Return when nothing is in flight: the seconds that took."""
         began = time.perf_counter()
         with self._done:
             self._done.wait_for(lambda: not self._running)
-        self.last_wait = time.perf_counter() - began
+        return time.perf_counter() - began
 
     def start(self, job: Callable[[], None], name: str) -> None:
         """Begin a job; nothing is in flight."""

@@ -237,14 +237,15 @@ class CheckpointManager:
         path = runs.path_of(self.name, step)
         profile = Profile(path)
         with profile.phase("wait"):
-            self._background.wait()
+            self._background.last_wait = self._background.wait()
         store = self._place.for_saving()
-        with profile.phase("copy"):
-            staged, shared = saving.capture(taken, self._buffers, self._workers, self._workers.threads)
         attempt = {"attempt": secrets.token_hex(8)} if self._ranks is None else self._ranks.about()
         record = {**about, runs.MANAGER: attempt, runs.USER: parts.plain_metadata(metadata or {})}
-        job = saving.Job(path, step, taken, staged, shared, files, record, self._cast, profile, self._published)
-        self._published = None
+        # Whatever interrupts the copy: from here on the buffers hold what is in no version, until this one is stored.
+        after, self._published = self._published, None
+        with profile.phase("copy"):
+            staged, shared = saving.capture(taken, self._buffers, self._workers, self._workers.threads)
+        job = saving.Job(path, step, taken, staged, shared, files, record, self._cast, profile, after)
         put = saving.store_job if self._ranks is None else partial(self._ranks.store_job, self._ranks.take_up())
 
         def run() -> None:
@@ -271,8 +272,7 @@ class CheckpointManager:
         for pattern in self._cast.without_match(names) if names else ():
             if pattern not in self._told:
                 self._told.add(pattern)
-                example = names[0][1]
-                log.warning("save_dtype: the pattern %r matches no tensor; they are called like %s", pattern, example)
+                log.warning("save_dtype: the pattern %r matches no tensor; one is called %s", pattern, names[0][1])
 
     # Loading
 

@@ -113,7 +113,7 @@ def test_a_typo_in_save_dtype_is_an_error(rules: object, tmp_path: Path) -> None
 
 
 def test_a_pattern_that_matches_nothing_is_told_once(tmp_path: Path, expect_log: Callable[[str], None]) -> None:
-    expect_log(r"the pattern '\*.wieght' matches no tensor; they are called like a")
+    expect_log(r"the pattern '\*.wieght' matches no tensor; one is called a")
     with CheckpointManager(tmp_path / "store", save_dtype={"*.wieght": "bf16"}) as manager:
         manager.save_raw(1, {"a": torch.ones(3)})
 

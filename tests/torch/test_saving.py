@@ -91,8 +91,31 @@ def test_one_save_is_in_flight_and_the_next_waits_for_it(
     assert manager.last_queue_wait() < 1
     threading.Timer(0.3, slow.go.set).start()
     manager.save_raw(2, {"a": torch.ones(5) * 2})
-    assert 0.2 < manager.last_queue_wait() < 20
+    manager.flush()
+    assert 0.2 < manager.last_queue_wait() < 20, "that of the save, not of the flush"
     assert [info.step for info in manager.list_snapshots()] == [1, 2]
+
+
+def test_a_copy_that_was_interrupted_is_taken_for_nothing(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it left in the buffers is in no snapshot, so the next save may not take it for what the last one stored."""
+    before, tensors = torch.randn(50_000), {"a": torch.randn(50_000)}
+    manager.save_raw(1, {"a": before})
+    manager.flush()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(saving, "groups", interrupted)
+        manager.save_raw(2, tensors)
+    manager.save_raw(3, tensors)
+    assert same(manager.load(3).state["model"], tensors)
+    with pytest.raises(UsageError, match="metadata"):
+        manager.save_raw(4, {"a": before}, metadata={"x": print})
+    manager.save_raw(5, {"a": before})
+    assert same(manager.load(5).state["model"], {"a": before})
 
 
 def test_a_failure_is_told_once_and_the_save_that_hears_of_it_is_saved(
