@@ -187,7 +187,7 @@ class StorageWriter(storage.StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         part = directory_of(int(plan.storage_data))
-        tensors, tree, names = _taken(plan.items, planner, part, self._allow_pickle)
+        tensors, tree, names = _taken(plan.items, planner, self._allow_pickle)
         staged = {name: _staged(tensor) for name, tensor in tensors.items()}
         job = self._job(tree, tensors, staged, part)
         store = self._opened().for_saving()
@@ -212,10 +212,10 @@ class StorageWriter(storage.StorageWriter):
 
 
 def _taken(
-    items: Iterable[WriteItem], planner: SavePlanner, part: str, allow_pickle: bool
+    items: Iterable[WriteItem], planner: SavePlanner, allow_pickle: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
     """The tensors of a plan by name, the tree of its other values, and the name of each item."""
-    taker = Taker(part, allow_pickle=allow_pickle)
+    taker = Taker("the state", allow_pickle=allow_pickle)
     tree: dict[str, Any] = {}
     names = []
     for item in items:

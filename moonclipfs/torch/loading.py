@@ -13,7 +13,7 @@ from moonclipfs.errors import CorruptError, UsageError
 from moonclipfs.torch.parts import state_of, unwrapped
 from moonclipfs.torch.reading import read_all
 from moonclipfs.torch.saved import Saved, SavedTensor
-from moonclipfs.torch.sharded import is_sharded, local_of
+from moonclipfs.torch.sharded import as_shard, is_sharded, local_of
 from moonclipfs.torch.sharing import Key, shared_tensors
 from moonclipfs.torch.statedict import Maker, Path, plain_name
 
@@ -30,6 +30,8 @@ class Loading:
         self._allow_pickle = allow_pickle
         self._wanted: dict[Key, torch.Tensor] = {}
         self._fresh: dict[Key, torch.Tensor] = {}
+        self._parameters: list[torch.Tensor] = []
+        """Those of the optimizer that is loaded, in the order of its state dict: its state is sharded as they are."""
 
     def read(self, pool: Executor) -> None:
         """Read all that was planned. Raises CorruptError."""
@@ -44,13 +46,13 @@ class Loading:
         _find_tensors(live, (), targets)
 
         def tensor(name: str, node: Mapping[str, Any], path: Path) -> object:
-            return self._place(part, name, node, targets.get(path))
+            return self._place(part, name, node, path, targets.get(path))
 
         maker = Maker(tensor, self._saved.namer(part), allow_pickle=self._allow_pickle)
         self._fresh |= self._shared(part)
         return maker.value(self._saved.tree(part))
 
-    def _place(self, part: str, name: str, node: Mapping[str, Any], live: torch.Tensor | None) -> object:
+    def _place(self, part: str, name: str, node: Mapping[str, Any], path: Path, live: torch.Tensor | None) -> object:
         saved = self._tensor(part, name)
         if node["$"] == "a":
             array = torch.empty(saved.shape, dtype=saved.dtype)
@@ -64,7 +66,14 @@ class Loading:
         if made is None:
             made = torch.empty(saved.shape, dtype=saved.dtype, device=self._device)
         self._wanted[part, name] = made
-        return made
+        return self._sharded(made, node, path)
+
+    def _sharded(self, local: torch.Tensor, node: Mapping[str, Any], path: Path) -> torch.Tensor:
+        """What was a shard becomes one again, where the optimizer's parameter is one like it."""
+        at = path[1] if len(path) > 1 and path[0] == "state" else None
+        if "g" not in node or not isinstance(at, int) or not 0 <= at < len(self._parameters):
+            return local
+        return as_shard(local, self._parameters[at])
 
     def _tensor(self, part: str, name: str) -> SavedTensor:
         try:
@@ -92,7 +101,9 @@ class Loading:
             return lambda: target.update(state)
         if not hasattr(target, "load_state_dict"):
             raise UsageError(f"{part} is a {type(target).__qualname__}: it has no load_state_dict()")
+        self._parameters = [one for group in getattr(target, "param_groups", ()) for one in group["params"]]
         state = self.plan_state(part, target.state_dict())
+        self._parameters = []
         return lambda: target.load_state_dict(state)
 
     def _plan_model(self, model: Any) -> Callable[[], object]:
@@ -105,7 +116,9 @@ class Loading:
         _find_tensors(live, (), targets)
         named = {plain_name(path): tensor for path, tensor in targets.items()}
         if not self._is_plain(model, live):
-            return partial(self._give, model, self.plan_state("model"))
+            # A shard has no other place than where it is: it cannot be made anew without the other ranks.
+            sharded = any(is_sharded(tensor) for tensor in named.values())
+            return partial(self._give, model, self.plan_state("model", live if sharded else None))
         saved = self._saved.tensors("model")
         self._check_names(set(saved), set(named))
         self._check_shapes(saved, named)

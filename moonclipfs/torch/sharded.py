@@ -46,3 +46,16 @@ def local_of(value: torch.Tensor, where: str) -> torch.Tensor:
     if value.is_nested or is_traceable_wrapper_subclass(odd):
         raise UsageError(f"{where} is a {type(value).__qualname__}, which is made of several tensors: save those")
     return value.detach()
+
+
+def as_shard(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A DTensor of this rank's part, laid out as another one whose part has the same shape; else `local` as it is."""
+    if not is_sharded(like):
+        return local
+    whole: Any = like
+    if whole.to_local().shape != local.shape:
+        return local
+    made: torch.Tensor = type(whole).from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -20,8 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from moonclipfs import CheckpointManager
+from moonclipfs.store.ranks import Group
 from moonclipfs.torch.dcp import StorageReader, StorageWriter
-from tests.torch.kit import adam, model, same, train
+from tests.torch.kit import adam, model, same
 
 
 def run(name: str, directory: Path, processes: int, timeout: float = 120.0) -> list[str]:
@@ -171,7 +173,8 @@ def fsdp_load(directory: Path) -> None:
 
 def fully(module: torch.nn.Module) -> torch.nn.Module:
     """Shard a model over all ranks."""
-    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return module
 
 
 def shards(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -179,13 +182,35 @@ def shards(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: one.to_local() for name, one in module.state_dict().items()}
 
 
-PROGRAMS = {one.__name__: one for one in (dcp_save, dcp_load, ddp, fsdp, fsdp_load)}
+def restart(directory: Path) -> None:
+    """Rank 1 dies in its second save; whoever starts all again has them save that step once more."""
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    hand_in = Group.hand_in
+
+    def dying(group: Group, number: int, body: Mapping[str, Any]) -> None:
+        hand_in(group, number, body)
+        if number == 2 and attempt == 0:
+            os._exit(9)
+
+    Group.hand_in = dying  # type: ignore[assignment, method-assign]
+    with CheckpointManager(directory / "store", "run", world_size="auto") as manager:
+        start = manager.resume({"weight": torch.zeros(8)})
+        assert start == attempt
+        for step in range(start, 3):
+            manager.save(step, {"weight": torch.full((8,), 100.0 * attempt + 10 * step + rank)})
+            manager.flush()
+
+
+PROGRAMS = {one.__name__: one for one in (dcp_save, dcp_load, ddp, fsdp, fsdp_load, restart)}
 
 
 def main(name: str, directory: Path) -> None:
     """Join the others, and run one program."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if name == "restart":  # the launcher says all
+        restart(directory)
+        return
     meeting = directory / f"meeting-{name}-{size}"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     for one in name.split("+"):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from moonclipfs import CheckpointManager
 from moonclipfs.errors import CorruptError, NotFoundError, RanksError, UsageError
 from moonclipfs.store import ranks as notes
 from moonclipfs.store.gc import collect
+from moonclipfs.store.leases import live_leases
 from moonclipfs.store.optimize import optimize
 from moonclipfs.store.retention import Rules
 from moonclipfs.store.store import Store
@@ -138,9 +140,9 @@ def test_what_all_ranks_bring_is_stored_once_and_loads_anywhere(
         "config.json", "model.safetensors", "optimizer.safetensors", "state.json",
     ]  # fmt: skip
     assert {name.partition("/")[2] for name in files if "/" in name} == {"state.json"}
-    with moonclipfs.open(tmp_path / "store", "run/step-000000") as shared:
-        with moonclipfs.open(tmp_path / "alone", "run/step-000000") as one:
-            assert shared.read("model.safetensors") == one.read("model.safetensors")
+    name, file = "run/step-000000", "model.safetensors"
+    with moonclipfs.open(tmp_path / "store", name) as shared, moonclipfs.open(tmp_path / "alone", name) as one:
+        assert shared.read(file) == one.read(file)
     added = pack_bytes(tmp_path / "store") / pack_bytes(tmp_path / "alone")
     assert added < 1.05, "something is stored twice"
     assert managers[2].load(0).extra == {"rng": 2}
@@ -295,7 +297,7 @@ def test_c33_a_shard_left_by_a_dead_rank_is_never_combined_with_a_new_one(
         optimize(store)
         collect(store)
         left = {info.key.split(".")[0].removeprefix("tmp/") for info in store.backend.list("tmp/")}
-        alive = {lease.name for lease in notes.live_leases(store.path)}
+        alive = {lease.name for lease in live_leases(store.path)}
         assert left <= alive, "the dead have left something"
     assert each(managers, save(2)) == [None, None]
 
@@ -386,6 +388,7 @@ def test_c29_pins_and_rules_hold_for_snapshots_of_several_ranks(ranks: Ranks, tm
 def test_the_best_is_decided_alike_by_all_ranks(ranks: Ranks) -> None:
     managers = ranks(2)
     for step, loss in enumerate((0.5, 0.7, 0.3)):
-        each(managers, lambda manager, rank, step=step, loss=loss: manager.save_best(step, loss, shard(rank, step)))
+        best = partial(CheckpointManager.save_best, step=step, metric=loss)
+        each(managers, lambda manager, rank, best=best: best(manager, model=shard(rank)))  # type: ignore[misc]
     each(managers, lambda manager, rank: manager.flush())
     assert [one.step for one in managers[1].list_snapshots()] == [0, 2]
