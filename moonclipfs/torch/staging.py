@@ -56,8 +56,8 @@ class HostBuffers:
         At most `threads` threads copy: the caller's, and those of `pool` as they come.
         """
         slots = _plan(tensors)
-        known = self._slots if slots == self._slots else {}
-        self._reserve(slots, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+        kept = self._reserve(slots, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+        known = self._slots if kept and slots == self._slots else {}
         self._slots = slots
         plain: list[str] = []
         odd: list[str] = []
@@ -85,11 +85,14 @@ class HostBuffers:
         for device in {tensor.device for _, tensor in pairs if tensor.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
 
-    def _reserve(self, slots: Mapping[str, _Slot], *, pinned: bool) -> None:
+    def _reserve(self, slots: Mapping[str, _Slot], *, pinned: bool) -> bool:
+        """Have memory for the slots; False when it is new."""
         size = max((slot.start + slot.length for slot in slots.values()), default=0)
         if size > self._arena.numel() or pinned != self._pinned:
             self._arena = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
             self._arena, self._pinned = _allocate(size, pinned=pinned), pinned
+            return False
+        return True
 
 
 def _plan(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Slot]:

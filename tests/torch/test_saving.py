@@ -228,6 +228,15 @@ def test_what_is_unchanged_is_told_by_its_bytes(manager: CheckpointManager) -> N
         assert bits(found["a"]) == bits(tensor) and bits(found["b"]) == bits(nan)
 
 
+def test_new_buffers_know_nothing(manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that leaves its device has its copies in other memory, which is full of zeros."""
+    manager.save_raw(1, {"a": torch.ones(5000)})
+    manager.flush()
+    monkeypatch.setattr(manager._buffers, "_pinned", True)
+    manager.save_raw(2, {"a": torch.zeros(5000)})
+    assert same(manager.load(2).state["model"], {"a": torch.zeros(5000)})
+
+
 def test_what_was_forgotten_meanwhile_is_stored_again(manager: CheckpointManager, tmp_path: Path) -> None:
     """An unchanged tensor refers to what the save before stored, if that is still there."""
     from moonclipfs.store.forget import forget
