@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -175,10 +177,19 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
+@contextmanager
+def kept_names(how: int = fcntl.LOCK_SH) -> Iterator[None]:
+    """No test of another process makes the kernel forget names meanwhile: its caches are the whole machine's."""
+    with (Path(tempfile.gettempdir()) / "moonclipfs-test-names.lock").open("a") as lock:
+        fcntl.flock(lock, how)
+        yield
+
+
 def drop_names() -> None:
     """Make the kernel forget names and inodes that nobody uses."""
     try:
-        Path("/proc/sys/vm/drop_caches").write_text("2")
+        with kept_names(fcntl.LOCK_EX):
+            Path("/proc/sys/vm/drop_caches").write_text("2")
     except OSError as error:
         pytest.skip(f"the kernel's caches cannot be dropped: {error.strerror}")
 

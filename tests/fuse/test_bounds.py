@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moonclipfs.store.store import Store
-from tests.fuse.conftest import Mounted, Mounter, drop_names, eventually, patched_server
+from tests.fuse.conftest import Mounted, Mounter, drop_names, eventually, kept_names, patched_server
 from tests.layers.publish import publish
 
 MIB = 1 << 20
@@ -66,7 +66,8 @@ def test_r085_forgotten_names_leave_nothing(store: Store, mounter: Mounter) -> N
 def test_the_kernel_is_asked_to_forget(store: Store, tmp_path: Path, fuse: None) -> None:
     """Names that the kernel keeps for long are taken back from it before they are too many."""
     publish(store, "many", many_files(3000))
-    with patched_server(store.path, tmp_path / "mnt", "from moonclipfs import limits\nlimits.NODES = 4000") as mounted:
+    patch = "from moonclipfs import limits\nlimits.NODES = 4000"
+    with kept_names(), patched_server(store.path, tmp_path / "mnt", patch) as mounted:
         for _ in range(3):
             stat_all(mounted, 3000)
         eventually(lambda: mounted.stats()["nodes"] <= 1000, 20)
