@@ -193,7 +193,8 @@ class MountedOverlays:
             while not (ready := self._on_loop(self._forgotten, idle)) and idle and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             for served in ready:
-                self._overlays.release(served.overlay.name)
+                if not self._overlays.release(served.overlay):
+                    continue  # somebody commits it
                 self._remove(served)
                 again = self.by_name.get(os.fsencode(served.overlay.name))
                 if (
@@ -211,7 +212,7 @@ class MountedOverlays:
         busy |= {directory.served for directory in operations.open_directories.values()}
         idle = [
             one
-            for one in self.by_name.values()
+            for one in list(self.by_name.values())  # which other threads change
             if not ({one, one.experts} & busy or one.overlay.info.ephemeral or one.is_waited_for)
         ]
         return idle[: limits.OVERLAYS_OPEN // 8]

@@ -29,6 +29,7 @@ from moonclipfs.layers.room import with_room
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.overlaydirs import (
     OverlayInfo,
+    is_named,
     naming,
     remove_overlay,
     rename_overlay,
@@ -54,6 +55,8 @@ class Overlay:
         self.make_room: Callable[[int], int] = Reclaimer(layer, self.encoder).make_room
         """Frees space of the store's disk for so many bytes; returns how many. A mount has a better one."""
         self._committing = threading.Lock()
+        self._naming = threading.Lock()
+        """Held while its name comes to tell something else, changes or goes."""
         self._synced_at = time.monotonic()
         self._synced_counter = layer.counter
         self._let_go = 0
@@ -100,8 +103,12 @@ class Overlay:
         CorruptError, NoSpaceError, PermissionDeniedError, BackendError.
         """
         info, layer = take_layer(store, name, mountpoint, caches, ops)
-        overlay = cls(store, info, layer, mountpoint)
-        overlay._settle()
+        try:
+            overlay = cls(store, info, layer, mountpoint)
+            overlay._settle()
+        except BaseException:
+            layer.close()
+            raise
         return overlay
 
     def __enter__(self) -> Overlay:
@@ -253,8 +260,10 @@ class Overlay:
         """Let the name tell what the journal says, which is the truth."""
         based = self.layer.state.based
         assert based is not None
-        info = replace(OverlayInfo.parse(self.name, based.settings), layer=self.info.layer)
-        if info != self.info:
+        with self._naming:
+            info = replace(OverlayInfo.parse(self.name, based.settings), layer=self.info.layer)
+            if info == self.info:
+                return
             with naming(self.store.backend):
                 if self._closed:  # its name may be gone, and must not come back
                     raise NotFoundError(f"overlay {self.name} was discarded meanwhile, or let go")
@@ -273,21 +282,36 @@ class Overlay:
         """Whether it was closed or discarded, or is about to be."""
         return self._closed or self._ending
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether it is being committed, rebased, or captured as a base."""
+        return self._committing.locked()
+
     def end(self) -> None:
         """Store nothing any more, it is about to be discarded: that may take a while."""
         self._ending = True
         self.encoder.end()
 
     def discard(self) -> None:
-        """Throw it away, with all that was not committed. Raises PermissionDeniedError, BackendError."""
-        self._closed = True
-        self.encoder.end()
-        remove_overlay(self.store.backend, self.name)
-        self.layer.close()
+        """Throw it away, with all that was not committed. Raises BusyError, PermissionDeniedError, BackendError: then
+        it goes on as it was, unless its name is gone already.
+        """
+        self.end()
+        with self._naming:
+            try:
+                remove_overlay(self.store.backend, self.name)
+            finally:
+                if is_named(self.store.path, self.name):
+                    self._ending = False
+                    self.encoder.resume()
+                else:
+                    self._closed = True
+                    self.layer.close()
 
     def rename(self, new: str) -> None:
         """Call it otherwise. Raises ExistsError, UsageError."""
-        self.info = rename_overlay(self.store.backend, self.name, new)
+        with self._naming:
+            self.info = rename_overlay(self.store.backend, self.name, new)
         self._tell()
 
     def _tell(self) -> None:

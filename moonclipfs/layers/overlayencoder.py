@@ -53,13 +53,8 @@ class OverlayEncoder:
     def running(self) -> Iterator[Encoder]:
         """An encoder at work; it ends with the last who uses it."""
         with self._starting:
-            if self._ended:
-                raise BusyError("the overlay was closed")
-            if self._encoder is None:
-                _SLOTS.acquire()
-                self._encoder = Encoder(self._layer, self._layer.store.path)
-                self._encoder.start()
-            encoder = self._encoder
+            self._require_going_on()
+            encoder = self._encoder or self._start()
             with self._lock:
                 self._users += 1
         try:
@@ -72,12 +67,35 @@ class OverlayEncoder:
                 if last:
                     self._end(encoder)
 
+    def _start(self) -> Encoder:
+        """Wait for a turn, unless all ends meanwhile."""
+        while not _SLOTS.acquire(timeout=_POLL_SECONDS):
+            self._require_going_on()
+        try:
+            with self._lock:  # whoever ends it finds it, or is found
+                self._require_going_on()
+                encoder = self._encoder = Encoder(self._layer, self._layer.store.path)
+            encoder.start()
+        except BaseException:
+            self._encoder = None
+            _SLOTS.release()
+            raise
+        return encoder
+
+    def _require_going_on(self) -> None:
+        if self._ended:
+            raise BusyError("the overlay was closed")
+
     def end(self) -> None:
         """Encode nothing more; whoever waits for that gets BusyError. What is not journalled yet stays staged."""
-        self._ended = True
-        encoder = self._encoder
+        with self._lock:
+            self._ended, encoder = True, self._encoder
         if encoder is not None:
             encoder.stop()
+
+    def resume(self) -> None:
+        """Encode again: the overlay goes on after all."""
+        self._ended = False
 
     def _end(self, encoder: Encoder) -> None:
         try:

@@ -72,11 +72,11 @@ class Overlays:
 
     def sweep(self) -> list[str]:
         """Clear away what was half made or discarded, and ephemeral overlays whose process is gone; returns the names
-        of these. While one is damaged, it is not known what may go.
+        of these. While one is damaged, it is not known what may go; what cannot go now, goes later.
         """
         try:
             return sweep(self.store.backend) if self.store.write else []
-        except CorruptError as error:
+        except MoonclipError as error:
             log.warning("nothing of overlays is cleared away: %s", error)
             return []
 
@@ -85,6 +85,10 @@ class Overlays:
         self._stopping.set()
         if self._periodic is not None:
             self._periodic.stop()
+        with self._lock:
+            relieving = list(self._relieving)
+        for overlay in relieving:
+            overlay.encoder.end()  # what is staged stays so
         if self._pool is not None:
             self._pool.shutdown()
         with self._lock:
@@ -155,9 +159,13 @@ class Overlays:
             with self._lock:
                 if self._open.get(overlay.name) is not overlay:
                     raise NotFoundError(f"overlay {name} was discarded by somebody else just then")
-                self._churned += overlay.churn + 1
-                overlay.discard()
-                del self._open[overlay.name]
+                churn = overlay.churn + 1
+                try:
+                    overlay.discard()
+                finally:
+                    if overlay.closed:  # also where its name went, and not all of it
+                        self._churned += churn
+                        del self._open[overlay.name]
         self.on_change(name)
 
     def rename(self, old: str, new: str) -> None:
@@ -194,13 +202,16 @@ class Overlays:
         place = "" if version is None else f"@versions/{version.path}/{version.number}/"
         return [(os.fsdecode(path), str(why), _kept(place, path, why)) for path, why in conflicts.items()]
 
-    def release(self, name: str) -> None:
-        """Let go of an overlay that is open here, as it is: others may have it. Harmless for any other."""
+    def release(self, overlay: Overlay) -> bool:
+        """Let go of an overlay that is open here, as it is, unless it is being stored: others may have it. Returns
+        whether it is closed. Raises NoSpaceError, BackendError; then it is closed all the same.
+        """
         with self._lock:
-            overlay = self._open.pop(name, None)
-            if overlay is not None:
+            if self._open.get(overlay.name) is overlay and not overlay.is_storing:
+                del self._open[overlay.name]
                 self._churned += overlay.churn
                 overlay.close()
+            return overlay.closed
 
     @contextmanager
     def base_of(self, text: str) -> Iterator[BaseOf]:
@@ -315,9 +326,10 @@ def _kept(place: str, path: bytes, why: Conflict) -> str:
 def _end(overlay: Overlay) -> str | None:
     """Let go of an overlay, or discard it if it is ephemeral; returns what went wrong."""
     try:
-        if overlay.info.ephemeral:
-            overlay.discard()
-        else:
+        try:
+            if overlay.info.ephemeral:
+                overlay.discard()
+        finally:
             overlay.close()
     except MoonclipError as error:
         return f"overlay {overlay.name}: {error}"

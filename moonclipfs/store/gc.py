@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from moonclipfs import limits
-from moonclipfs.errors import NoSpaceError, UsageError
+from moonclipfs.errors import MoonclipError, NoSpaceError, UsageError
 from moonclipfs.store import reserve
 from moonclipfs.store.backend import os_errors
 from moonclipfs.store.families import affordable
@@ -105,8 +105,8 @@ def collect(
         return preview(store, pressed=pressed)
     if store.lease is None or not store.write:
         raise UsageError(f"{store.path} is open for reading only")
-    sweep(store.backend)  # what ephemeral overlays of dead processes refer to is needed by nobody
     run = _Run(store, store.lease, progress, repack, _share(pressed))
+    run.sweep()
     try:
         try:
             return run.run(wait_seconds)
@@ -206,6 +206,15 @@ class _Run:
         report.log_records = self._store.log.trim()
         report.problems += [*self._survey.footers.damaged.values(), *self._survey.left_alone.values()]
         return report
+
+    def sweep(self) -> None:
+        """Clear away ephemeral overlays of dead processes: what they refer to is needed by nobody. What cannot be
+        cleared away, as while one is damaged or on a full disk, is only kept.
+        """
+        try:
+            sweep(self._store.backend)
+        except MoonclipError as error:
+            self._report.problems.append(f"nothing of overlays is cleared away: {error}")
 
     # Deciding
 

@@ -14,11 +14,13 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from moonclipfs import limits
@@ -44,6 +46,15 @@ _LAYER = re.compile(r"overlay\.[0-9a-f]{16}")
 """The names of the layer directories of overlays, and of dry runs."""
 _STAGED = re.compile(r"[0-9a-f]{16}")
 _LOCK = ".lock"
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("layer", "base"), (str,)),
+    **dict.fromkeys(("ephemeral", "dry_run"), (bool,)),
+    **dict.fromkeys(("base_number", "base_sequence", "quota"), (int, NoneType)),
+    "base_path": (str, NoneType),
+    "created_ns": (int,),
+    "owner": (dict,),
+}
+"""Of what a description says."""
 _GONE_PREFIX = ".gone."
 """A layer directory that is being deleted."""
 _WAIT_SECONDS = 10.0
@@ -87,11 +98,18 @@ class OverlayInfo:
             known = {key: fields[key] for key in cls.__slots__ if key in fields and key != "name"}
             known["base_root"] = bytes.fromhex(known["base_root"])
             info = cls(name, **known)
-            if len(info.base_root) != len(NO_ID) or not is_overlay_layer(info.layer):
+            odd = [key for key, types in _TYPES.items() if type(getattr(info, key)) not in types]
+            if odd or len(info.base_root) != len(NO_ID) or not is_overlay_layer(info.layer):
                 raise ValueError("odd fields")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptError(f"overlays/{name} is damaged ({error!r}): restore it from a copy") from error
+            raise CorruptError(
+                f"overlays/{name} is damaged ({error!r}): restore it from a copy, or discard it"
+            ) from error
         return info
+
+
+def _damaged(name: str, why: str) -> CorruptError:
+    return CorruptError(f"overlays/{name} is damaged ({why}): restore it from a copy, or discard it")
 
 
 def check_overlay_name(name: str) -> None:
@@ -140,6 +158,11 @@ def find_overlay(root: Path, name: str) -> OverlayInfo:
         ) from None
 
 
+def is_named(root: Path, name: str) -> bool:
+    """Whether there is an overlay of this name, be it damaged."""
+    return os.path.lexists(Path(root) / DIRECTORY / name)
+
+
 def is_over(root: Path, info: OverlayInfo) -> bool:
     """Whether an ephemeral overlay belongs to nobody any more: the next `sweep` clears it away."""
     return info.ephemeral and layer_holder(Path(root) / LAYERS / info.layer) is None
@@ -169,8 +192,11 @@ def pinned_versions(root: Path, names: Names) -> Mapping[tuple[str, int], list[s
 
 def _read(root: Path, name: str) -> OverlayInfo:
     path = root / DIRECTORY / name
-    with os_errors(f"read {path}"), open(path, "rb") as file:
-        return OverlayInfo.parse(name, file.read(limits.MIB))
+    with os_errors(f"read {path}"):
+        if not stat.S_ISREG(os.lstat(path).st_mode):  # nobody is to wait for a pipe
+            raise _damaged(name, "no regular file")
+        with open(path, "rb") as file:
+            return OverlayInfo.parse(name, file.read(limits.MIB))
 
 
 # Changing; all of these raise BusyError when the lock of the names is not to be had, PermissionDeniedError,
@@ -228,7 +254,7 @@ def is_overlay_layer(name: str) -> bool:
 def require_free(root: Path, name: str) -> None:
     """Raise ExistsError when an overlay has this name, UsageError for what cannot be one."""
     check_overlay_name(name)
-    if os.path.lexists(Path(root) / DIRECTORY / name):
+    if is_named(root, name):
         raise ExistsError(f"there is an overlay {name} already: choose another name, or discard it first")
 
 

@@ -62,6 +62,9 @@ class LocalOverlayEncoder:
     def end(self) -> None:
         pass
 
+    def resume(self) -> None:
+        pass
+
     def status(self) -> dict[str, Any]:
         return {}
 
