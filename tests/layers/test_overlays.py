@@ -128,7 +128,7 @@ def test_only_so_many_are_open(overlays: Overlays, monkeypatch: pytest.MonkeyPat
     overlays.create("b")
     with pytest.raises(LimitError, match="2 overlays are open"):
         overlays.create("c")
-    overlays.release("a")
+    overlays.release(overlays.get("a"))
     overlays.create("c")
 
 
@@ -456,7 +456,7 @@ def test_doctor_and_verify_know_overlays(store: Store, overlays: Overlays) -> No
     put(overlay.layer, "f", b"1")
     (finding,) = check_layers(store.path)
     assert finding.what == "overlay one" and finding.state is State.OK
-    overlays.release("one")
+    overlays.release(overlay)
     (finding,) = check_layers(store.path)
     assert finding.what == "overlay one" and "1 files" in finding.text
     assert verify(store).problems == []
