@@ -133,7 +133,14 @@ def ddp(directory: Path) -> None:
             for step in range(start, stop):
                 batches(module, optimizer, range(step, step + 1))
                 manager.save(step, module, optimizer, extra={"rng": torch.get_rng_state()})
-    assert same(module.module.state_dict(), straight.module.state_dict())
+    # Sums of more than two numbers depend on the order.
+    compare = torch.testing.assert_close if dist.get_world_size() > 2 else assert_same
+    compare(module.module.state_dict(), straight.module.state_dict())
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal to the bit."""
+    assert same(one, other)
 
 
 def fsdp(directory: Path) -> None:
@@ -149,7 +156,7 @@ def fsdp(directory: Path) -> None:
         schedule = steps(again)
         assert manager.resume(again, schedule) == 3
     batches(again, schedule, range(3, 6))
-    assert same(shards(again), shards(straight))
+    assert_same(shards(again), shards(straight))
 
     writer = StorageWriter(directory / "store")
     state, optim = get_state_dict(module, optimizer)
@@ -188,9 +195,9 @@ def restart(directory: Path) -> None:
     hand_in = Group.hand_in
 
     def dying(group: Group, number: int, body: Mapping[str, Any]) -> None:
-        hand_in(group, number, body)
         if number == 2 and attempt == 0:
             os._exit(9)
+        hand_in(group, number, body)
 
     Group.hand_in = dying  # type: ignore[assignment, method-assign]
     with CheckpointManager(directory / "store", "run", world_size="auto") as manager:
