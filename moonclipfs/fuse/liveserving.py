@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 from moonclipfs.errors import BusyError
-from moonclipfs.fuse.control import ControlServer
+from moonclipfs.fuse.control import ControlServer, Verb
 from moonclipfs.fuse.liverefresh import LiveRefresher
 from moonclipfs.fuse.mounts import all_mounts
 from moonclipfs.fuse.overlaying import MountedOverlays
@@ -61,7 +61,9 @@ class LiveServer(Server):
         self.writing.overlays = self.mounted_overlays.directory
         self.writing.experts = self.mounted_overlays.experts
         self.refresher = LiveRefresher(self.store, self.writing, self.holds)
-        self.verbs = {**self.live.verbs, **self.mounted_overlays.verbs, "status": self.status, "ended": self.ended}
+        verbs = {**self.live.verbs, **self.mounted_overlays.verbs}
+        verbs |= {name: self._seen(verbs[name]) for name in ("seal", "overlay_commit")}
+        self.verbs = {**verbs, "status": self.status, "ended": self.ended}
 
     def tasks(self) -> list[Callable[[], Awaitable[None]]]:
         """As of any mount, and what discards overlays."""
@@ -110,6 +112,16 @@ class LiveServer(Server):
         for problem in self.problems:
             log.error("not everything is stored, and stays staged: %s", problem)
         self._ended.set()
+
+    def _seen(self, verb: Verb) -> Verb:
+        """The same; whoever asked for a version finds it everywhere in the mount at once."""
+
+        def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+            made = verb(request)
+            trio.from_thread.run(self.refresher.look)
+            return made
+
+        return answer
 
     def status(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
         """Of the live layer, and of the overlays that are open here."""

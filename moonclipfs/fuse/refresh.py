@@ -31,13 +31,20 @@ class Refresher(ABC):
         self._holds = holds
         self._trouble = ""
         self._scope = trio.CancelScope()
+        self._asked, self._looked = trio.Event(), trio.Event()
+        """Somebody waits for the next look; it is over. Of each look its own."""
         self._stopped = trio.Event()
 
     async def run(self) -> None:
-        """Look at the log twice a second, until `stop`. What goes wrong is logged once, and tried again."""
+        """Look at the log twice a second, and when asked to, until `stop`. What goes wrong is logged once, and tried
+        again.
+        """
         with self._scope:
             while True:
-                await trio.sleep(limits.LEASE_REFRESH_SECONDS)
+                with trio.move_on_after(limits.LEASE_REFRESH_SECONDS):
+                    await self._asked.wait()
+                looked = self._looked
+                self._asked, self._looked = trio.Event(), trio.Event()
                 try:
                     await self._refresh()
                     self._trouble = ""
@@ -47,7 +54,15 @@ class Refresher(ABC):
                             "names may be out of date: %s", error, exc_info=not isinstance(error, MoonclipError)
                         )
                     self._trouble = str(error)
+                finally:
+                    looked.set()
         self._stopped.set()
+
+    async def look(self) -> None:
+        """Return when everything shows what the log holds by now, or cannot for the moment."""
+        self._asked.set()
+        with trio.move_on_after(limits.LEASE_REFRESH_SECONDS):
+            await self._looked.wait()
 
     async def stop(self) -> None:
         """Return when nothing is under way. The kernel must be served until then: what it is told can wait for that."""

@@ -70,7 +70,7 @@ def test_a_checkpoint_on_a_mount_seals_itself(store: Store, mounter: Mounter) ->
     assert (kept / "model.safetensors").read_bytes() == model(5, 200_000)
     assert os.readlink(live.path / "@latest/run") == "../run/checkpoint-5"
     provenance = version.metadata["provenance"]
-    assert isinstance(provenance, dict) and sys.executable in provenance["command"]
+    assert isinstance(provenance, dict) and Path(sys.executable).name in provenance["command"]
     (place / "config.json").write_text('{"changed": 1}')
     eventually(lambda: bound(store) == {"run/checkpoint-5": 2})
     assert (place / "same.json").read_text() == '{"changed": 1}'
@@ -99,6 +99,24 @@ def test_an_open_file_and_a_missing_one_keep_a_checkpoint_open(store: Store, mou
     again = mounter(store.path)
     assert os.readlink(again.path / "@latest/run") == "../run/checkpoint-1"
     assert (again.path / "run/checkpoint-2/model.safetensors").read_bytes() == model(2, 200_000)
+    no_trouble(live)
+
+
+def test_what_was_sealed_or_committed_is_found_everywhere_at_once(store: Store, mounter: Mounter) -> None:
+    """Whoever seals or commits finds the version under every name of that mount when the command returns."""
+    live = mounter(store.path, read_only=False, seal_after=None)
+    place = str(live.path)
+    for name in (f"run{number}" for number in range(4)):
+        save(live.path / name / "a", 1)
+        ask(place, "seal", None, path=f"{name}/a")
+        found = [(live.path / area / name).is_dir() for area in ("@versions", "@latest", "@experts")]
+        ask(place, "overlay_create", None, name="arm", base=f"{name}/a")
+        ask(place, "overlay_commit", None, name="arm", **{"as": f"{name}/b"})
+        assert all(
+            [*found, (live.path / name / "b/config.json").is_file(), (live.path / "@versions" / name / "b/1").is_dir()]
+        )
+        ask(place, "overlay_discard", None, name="arm")
+    unmount(live.path)
     no_trouble(live)
 
 
