@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moonclipfs.expertsapi import experts
     from moonclipfs.layers.dryness import is_dry_run
     from moonclipfs.overlayapi import Overlay, create_overlay, overlay, overlays
+    from moonclipfs.store.retention import Rules
     from moonclipfs.tidying import optimize, optimize_aside, thin
     from moonclipfs.torch.manager import CheckpointManager
 
@@ -39,6 +40,7 @@ __all__ = [
     "DryRun",
     "MoonclipError",
     "Overlay",
+    "Rules",
     "Snapshot",
     "StoreReader",
     "TensorInfo",
@@ -63,6 +65,7 @@ _HOMES = {
     "DryRun": "moonclipfs.dryrun",
     "MoonclipError": "moonclipfs.errors",
     "Overlay": "moonclipfs.overlayapi",
+    "Rules": "moonclipfs.store.retention",
     "Snapshot": "moonclipfs.api",
     "StoreReader": "moonclipfs.api",
     "TensorInfo": "moonclipfs.api",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import importlib
 import re
 import subprocess
@@ -10,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import moonclipfs
 from moonclipfs import errors
-from moonclipfs.cli.main import ALIASES, COMMANDS, EXIT_BUG
+from moonclipfs.cli.main import ALIASES, COMMANDS, EXIT_BUG, cli
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -70,3 +73,26 @@ def test_the_first_screen_holds_what_a_newcomer_needs() -> None:
     screen = "\n".join(README.splitlines()[:45])
     for text in ("moonclipfs mount", "torch.load", "make demo", "make test", "fp32 pre-training", "bf16 fine-tune"):
         assert text in screen
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_python_blocks_import_what_they_use(block: str) -> None:
+    names = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Name | ast.alias)]
+    used = {node.id for node in names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    made = {node.id for node in names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imported = {node.asname or node.name.split(".")[0] for node in names if isinstance(node, ast.alias)}
+    of_the_reader = {"train", "model", "optimizer", "scheduler", "steps"}
+    assert used <= made | imported | of_the_reader | set(vars(builtins))
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"moonclipfs\.([A-Za-z_]+)\(", README))))
+def test_functions_that_are_told_exist(name: str) -> None:
+    assert callable(getattr(moonclipfs, name))
+
+
+def test_the_help_has_the_exit_codes_too() -> None:
+    text = " ".join((cli.help or "").split())
+    told = {int(number) for number in re.findall(r"\b(\d+) [a-z]", text.split("Exit codes: ")[1])}
+    assert told == {
+        int(number) for number in re.findall(r"\b(\d+) [a-z]", README.split("Exit codes: ")[1].split("\n\n")[0])
+    }

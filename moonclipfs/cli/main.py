@@ -112,7 +112,7 @@ def cli(context: click.Context) -> None:
     Exit codes: 0 done, 1 a difference or problem was found, 2 wrong usage, 3 not found, 4 exists,
     5 corrupt, 6 disk full, 7 permission denied, 8 busy, 9 not a known store format, 10 no FUSE here,
     11 the store's directory failed, 12 over a limit, 13 lease lost, 14 mount failed or could not
-    store all, 70 a bug.
+    store all, 15 a rank did not bring its part, 70 a bug.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help(), err=True)

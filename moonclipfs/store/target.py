@@ -83,10 +83,10 @@ def parse_target(text: str, default: str | os.PathLike[str] | None = None) -> Ta
     if default is not None:
         return Target(default_store(default), text.strip("/"))
     if os.path.lexists(text):
-        raise FormatVersionError(f"not a store: {text}; make one with `moonclipfs init`")
+        raise FormatVersionError(f"not a store, and not in a mount: {text}; make a store with `moonclipfs init`")
     where = text.split(":")[0]
     if os.path.lexists(where):
-        raise FormatVersionError(f"not a store: {where}; make one with `moonclipfs init`")
+        raise FormatVersionError(f"not a store, and not in a mount: {where}; make a store with `moonclipfs init`")
     raise NotFoundError(f"no such store: {where}; make one with `moonclipfs init`")
 
 
