@@ -152,7 +152,7 @@ class Files:
         BackendError.
         """
         if self.quota is not None:
-            self.quota.admit(inode, offset, length)
+            self.quota.admit(inode, ((offset, offset + length),))
         self.layer.staging.admit(length)
         content = content_of(inode)
         self.log.changing(inode)
@@ -174,7 +174,7 @@ class Files:
         self.log.changing(inode)  # once more: what was journalled since `begin_write` does not have these bytes
         content_of(inode).wrote(generation, offset, length)
         if self.quota is not None:
-            self.quota.changed(inode)
+            self.quota.wrote(inode, ((offset, offset + length),))
         inode.mtime_ns = inode.ctime_ns = now_ns
         if not privileged:
             self._clear_set_ids(inode, now_ns)
@@ -202,6 +202,7 @@ class Files:
         """Resize a file that nobody has open for writing: when that cannot be journalled, nothing has changed."""
         content, times = content_of(inode).copy(), (inode.mtime_ns, inode.ctime_ns)
         cleared = self.log.cleared(inode)
+        counted = None if self.quota is None else self.quota.saved(inode)
         try:
             self._resize(inode, size, now_ns)
             self.log.journal(inode)
@@ -209,7 +210,7 @@ class Files:
             inode.content, (inode.mtime_ns, inode.ctime_ns) = content, times
             self.log.undone(inode, cleared)
             if self.quota is not None:
-                self.quota.changed(inode)
+                self.quota.restore(inode, counted)
             raise
 
     def _resize(self, inode: Inode, size: int, now_ns: int) -> None:
@@ -227,8 +228,6 @@ class Files:
                 generation.frozen = True  # what a crash brings back is written no more
             self.layer.staging.set_aside(kept)
             content.clear()
-        if self.quota is not None:
-            self.quota.changed(inode)
         inode.mtime_ns = inode.ctime_ns = now_ns
 
     def _touch(self, inode: Inode, now_ns: int) -> None:

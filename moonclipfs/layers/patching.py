@@ -51,11 +51,10 @@ def patch(layer: Layer, files: Mapping[OpenFile, Sequence[Patch]], now_ns: int) 
 
 def _generation(layer: Layer, inode: Inode, patches: Sequence[Patch]) -> Generation:
     """A generation of a file that holds the new bytes, which the file does not know of yet."""
-    length = sum(one.length for one in patches)
     with layer.lock:
         if layer.files.quota is not None:
-            layer.files.quota.admit(inode, 0, length)
-        layer.staging.admit(length)
+            layer.files.quota.admit(inode, _ranges(patches))
+        layer.staging.admit(sum(one.length for one in patches))
         layer.state.generations += 1
         generation = layer.staging.create(layer.state.generations)
     try:
@@ -81,17 +80,18 @@ def _attach(layer: Layer, patches: Mapping[Inode, Sequence[Patch]], new: dict[In
         before = {
             inode: (content_of(inode).copy(), inode.mtime_ns, inode.ctime_ns, log.cleared(inode)) for inode in new
         }
+        counted = {inode: quota.saved(inode) for inode in new} if quota is not None else {}
         known: list[Inode] = []
         try:
             for inode, generation in new.items():
                 content = content_of(inode)
                 if quota is not None:  # once more: by now the files before it have theirs
-                    quota.admit(inode, 0, sum(one.length for one in patches[inode]))
+                    quota.admit(inode, _ranges(patches[inode]))
                 log.changing(inode)
                 for one in patches[inode]:
                     content.wrote(generation, one.offset, one.length)
                 if quota is not None:
-                    quota.changed(inode)
+                    quota.wrote(inode, _ranges(patches[inode]))
                 inode.mtime_ns = inode.ctime_ns = now_ns
                 log.journal(inode)
                 known.append(inode)
@@ -100,11 +100,15 @@ def _attach(layer: Layer, patches: Mapping[Inode, Sequence[Patch]], new: dict[In
                 inode.content, inode.mtime_ns, inode.ctime_ns = content, mtime_ns, ctime_ns
                 log.undone(inode, cleared)
                 if quota is not None:
-                    quota.changed(inode)
+                    quota.restore(inode, counted[inode])
             for inode in known:
                 del new[inode]
             raise
     return True
+
+
+def _ranges(patches: Sequence[Patch]) -> list[tuple[int, int]]:
+    return [(one.offset, one.offset + one.length) for one in patches]
 
 
 def _drop(layer: Layer, new: Mapping[Inode, Generation]) -> None:

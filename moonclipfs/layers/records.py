@@ -290,10 +290,13 @@ class Based(NamedTuple):
 
 
 class Charged(NamedTuple):
-    """`bytes` of what is encoded of a file were written in this overlay: they count against its quota."""
+    """Of what is encoded of a file, `ranges` (from one offset to another) were written in this overlay, and count
+    against its quota; so do those that were told before, up to the offset `kept`.
+    """
 
     number: int
-    bytes: int
+    kept: int
+    ranges: tuple[tuple[int, int], ...]
 
 
 Record: TypeAlias = (

@@ -470,6 +470,37 @@ def test_a_quota_holds_and_freeing_works(store: Store) -> None:
     assert again(overlay).used == 200_000
 
 
+def test_a_quota_counts_a_range_once_however_often_it_is_encoded(store: Store) -> None:
+    """A quota counts what was written in the overlay, once, staged or encoded; removing and cutting off frees it."""
+    publish(store, "large", {"m": os.urandom(300_000)})
+    overlay = create(store, "x", "large", quota=10_000)
+    for round_ in range(6):
+        file = overlay.layer.open_file(overlay.layer.resolve(b"m"), write=True)
+        file.write(4096, os.urandom(4000), 5)
+        file.write(100_000 + 500 * round_, os.urandom(1000), 5)
+        file.close()
+        used = 4000 + 1000 + 500 * round_
+        assert overlay.used == used
+        overlay.flush()
+        if round_ % 2:
+            overlay.layer.files.checkpoint()
+        overlay = again(overlay)
+        assert overlay.used == used
+    overlay.layer.truncate(overlay.layer.resolve(b"m"), 101_000, 6)
+    assert overlay.used == 5000
+    overlay = again(overlay)
+    assert overlay.used == 5000
+    inode = overlay.layer.resolve(b"m")
+    file = overlay.layer.open_file(inode, write=True)
+    overlay.layer.truncate(inode, 0, 7)
+    file.write(0, b"x" * 300, 7)
+    file.close()
+    overlay.flush()
+    overlay.layer.truncate(inode, 300_000, 8)
+    assert overlay.used == 300
+    assert again(overlay).used == 300
+
+
 def test_a_file_that_replaces_another_takes_its_room(store: Store) -> None:
     overlay = create(store, "x", "base", quota=1000)
     layer = overlay.layer
