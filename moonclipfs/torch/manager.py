@@ -101,11 +101,9 @@ class CheckpointManager:
         self._async = async_save
         self._allow_pickle = allow_pickle
         self._most_bytes = max_shard_bytes
-        self._ranks: Ranks | None = None
         size, number = topology(world_size, rank)
         self._place = Place(store, made_elsewhere=number > 0)
-        if size > 1:
-            self._ranks = Ranks(self._place, self.name, size, number)
+        self._ranks = Ranks(self._place, self.name, size, number) if size > 1 else None
         self._topology = (size, number)
         self._workers = Workers(thread_count())
         self._background = Background()
@@ -329,7 +327,7 @@ class CheckpointManager:
     ) -> int:
         """Load the newest snapshot that is intact, and return the step after it; 0 when the run has none.
 
-        One that is damaged is passed over, and the log says so.
+        One that is damaged is passed over, and the log says so; of several ranks, the one that finds it raises.
         """
         self._wait()
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
@@ -340,6 +338,8 @@ class CheckpointManager:
                 try:
                     loaded = self._load(version, given, strict, map_location)
                 except CorruptError as error:
+                    if self._ranks is not None:
+                        raise  # the other ranks may find their parts whole: all have to go on from the same
                     log.warning("%s is damaged, so an earlier snapshot is resumed: %s", runs.id_of(version), error)
                     damage = damage or error
                     continue

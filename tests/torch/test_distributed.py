@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import moonclipfs
 from moonclipfs import CheckpointManager
 from moonclipfs.errors import NotFoundError, UsageError
+from moonclipfs.store.gc import collect
 from moonclipfs.store.store import Store
 from moonclipfs.torch.dcp import StorageReader, StorageWriter
 from moonclipfs.types import EntryType
@@ -126,6 +128,50 @@ def test_checkpoints_without_a_process_group(tmp_path: Path) -> None:
             load(found, storage_reader=StorageReader(tmp_path / "store"), checkpoint_id=name, no_dist=True)
     with pytest.raises(CheckpointException, match=r"\(6,\) is wanted|Size mismatch|size"):
         load({"weight": torch.zeros(7)}, storage_reader=StorageReader(tmp_path / "store", "run/step-7"), no_dist=True)
+
+
+def test_a_part_of_a_checkpoint_is_loaded_and_rows_of_it(tmp_path: Path) -> None:
+    state = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.ones(3), "c": {"d": torch.zeros(2), "e": "text"}}
+    save(state, storage_writer=StorageWriter(tmp_path / "store", "run/1"), no_dist=True)
+    found: dict[str, Any] = {"c": {"d": torch.ones(2)}, "a": torch.zeros(4, 6).t().contiguous().t()}
+    load(found, storage_reader=StorageReader(tmp_path / "store", "run/1"), no_dist=True)
+    assert same(found["c"]["d"], torch.zeros(2)) and torch.equal(found["a"], state["a"])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointException, match="not_there"):
+        load({"not_there": torch.zeros(1)}, storage_reader=StorageReader(tmp_path / "store", "run/1"), no_dist=True)
+
+
+def test_a_writer_goes_to_another_process_and_saves_there(tmp_path: Path) -> None:
+    """As `async_save` in a process does it."""
+    writer = StorageWriter(tmp_path / "store")
+    save({"a": torch.ones(1000)}, storage_writer=writer, checkpoint_id="run/1", no_dist=True)
+    other = pickle.loads(pickle.dumps(writer))
+    save({"a": torch.ones(1000) * 2}, storage_writer=other, checkpoint_id="run/2", no_dist=True)
+    for number in (1, 2):
+        found = {"a": torch.zeros(1000)}
+        load(found, storage_reader=StorageReader(tmp_path / "store"), checkpoint_id=f"run/{number}", no_dist=True)
+        assert torch.equal(found["a"], torch.full((1000,), float(number)))
+
+
+def test_what_is_written_is_kept_from_gc_until_it_is_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store.create(tmp_path / "store").close()
+    finish, reports = StorageWriter.finish, []
+
+    def late(writer: StorageWriter, metadata: Any, results: Any) -> None:
+        with Store.open(tmp_path / "store", write=True) as store:
+            reports.append(collect(store, pressed=True, wait_seconds=0))
+        finish(writer, metadata, results)
+
+    monkeypatch.setattr(StorageWriter, "finish", late)
+    writer = StorageWriter(tmp_path / "store", "run/1")
+    save({"a": torch.rand(5000)}, storage_writer=writer, no_dist=True)
+    assert reports and not reports[0].deleted_packs
+    load({"a": torch.zeros(5000)}, storage_reader=StorageReader(tmp_path / "store", "run/1"), no_dist=True)
+    monkeypatch.setattr("moonclipfs.torch.dcp.live_leases", lambda path: [])
+    monkeypatch.setattr(StorageWriter, "finish", finish)
+    with pytest.raises(CheckpointException, match="a rank ended before it was whole"):
+        save({"a": torch.rand(5000)}, storage_writer=writer, no_dist=True)
 
 
 class Odd:
