@@ -120,6 +120,8 @@ def move_onto(info: OverlayInfo, layer: Layer, base: BaseOf, shown: ObjectId, fr
         require_no_writers(info.name, layer)
         record = next_record(based, base, shown, frozen.tree.attributes, standing_on(info, base))
         layer.record(record, based_refs(record))
+        if layer.files.quota is not None:  # what the kernel still knows of what was there before counts no more
+            layer.files.quota.recount()
     layer.journal.commit()
     return True
 

@@ -103,7 +103,7 @@ class Quota:
         self._drop(inode)
 
     def recount(self) -> None:
-        """After a replay."""
+        """After a replay, and when all that was there is own no more."""
         self._replaying, self.used = False, 0
         own = {inode.number: inode for inode in self._layer.state.own.values() if inode.is_file}
         self._written = {number: written for number, written in self._written.items() if number in own}

@@ -97,6 +97,21 @@ def test_an_overlay_has_one_name_however_renames_and_rebases_meet(
     assert find_overlay(store.path, "two") == overlay.info and overlay.info.base == "base@2"
 
 
+def test_what_was_there_before_a_rebase_counts_for_no_quota(store: Store, overlays: Overlays) -> None:
+    """Also where the kernel knows it, or has it open."""
+    overlay = overlays.create("one", "base", quota=100_000)
+    inode = put(overlay.layer, "f", b"x" * 60_000)
+    overlay.layer.remember(inode)
+    file = overlay.layer.open_file(put(overlay.layer, "d/x", b"x" * 30_000), write=False)
+    publish(store, "base", {"f": b"newer"})
+    overlays.rebase("one")
+    assert overlay.used == 0 and file.read(0, 2) == b"xx"
+    put(overlay.layer, "g", b"y" * 80_000)
+    file.close()
+    overlay.layer.forget(inode, 1)
+    assert overlay.used == 80_000
+
+
 def test_an_overlay_that_cannot_be_opened_is_free_for_the_next(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with Overlays(store) as overlays:
         overlays.create("one", "base")
