@@ -150,8 +150,6 @@ def root_number(layer_id: bytes) -> int:
 
 def inode_number(layer_id: bytes, *identity: bytes) -> int:
     """A number from 2**62 to 2**63 - 1 that follows from what makes an inode the same: two may, very rarely, agree."""
-    digest = blake2b(digest_size=8, key=layer_id[:64])
-    for part in identity:
-        digest.update(len(part).to_bytes(4, "little"))
-        digest.update(part)
+    text = b"".join([piece for part in identity for piece in (len(part).to_bytes(4, "little"), part)])
+    digest = blake2b(text, digest_size=8, key=layer_id[:64])
     return _OWN_BIT | (int.from_bytes(digest.digest(), "little") >> 2)

@@ -5,7 +5,7 @@ else what its lower directory holds, without the whiteouts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from stat import S_IFREG
 from typing import NamedTuple
@@ -55,15 +55,19 @@ class Lookup(Core):
         return self.run(lambda: self._lookup(directory, name), wait) if inode is None else inode
 
     def children(
-        self, directory: Inode, names: Iterable[bytes], *, wait: bool = True
+        self, directory: Inode, names: Sequence[bytes], *, wait: bool = True
     ) -> list[tuple[Inode, Status] | None]:
         """Lookup and stat of several names at once; None for one that is not there. Understands `.` and `..`."""
+        found: list[tuple[Inode, Status] | None] = []
 
-        def find(name: bytes) -> tuple[Inode, Status] | None:
-            inode = self._look(directory, name)
-            return None if inode is None else (inode, self._status(inode))
+        def find(end: int) -> None:
+            while len(found) < end:  # what was found before something had to be loaded is not looked up again
+                inode = self._look(directory, names[len(found)])
+                found.append(None if inode is None else (inode, self._status(inode)))
 
-        return [self.run(partial(find, name), wait) for name in names]
+        for at in range(0, len(names), limits.LISTING_BATCH):  # the lock is not held for long
+            self.run(partial(find, min(at + limits.LISTING_BATCH, len(names))), wait)
+        return found
 
     def names_in(self, directory: Inode, *, wait: bool = True) -> list[bytes]:
         """The names in a directory, sorted; some may be gone when they are looked up. Raises CorruptError."""
@@ -207,6 +211,8 @@ class Lookup(Core):
 
     def _names_path(self, directory: Inode) -> bytes | None:
         """The path of a directory if there are names of the log in it."""
+        if self.fixed:
+            return None  # an overlay shows none
         live = self.view.area(Area.LIVE).directories
         if len(live) == 1 and directory is not self.root:
             return None  # no names below any
@@ -296,9 +302,8 @@ class Lookup(Core):
             identity = (b"in", anchor, path, entry.child, entry.target)
         inode, _ = self._known(identity, directory, name, entry.type, (entry.link_group, above.root))
         if not inode.own:
-            lower = Lower(anchor, path, entry.child, above.root)
-            if entry.type is not EntryType.DIRECTORY:
-                lower = lower._replace(path=b"", directory=NO_ID)
+            is_directory = entry.type is EntryType.DIRECTORY
+            lower = Lower(anchor, path, entry.child, above.root) if is_directory else _beside(above)
             _fill(inode, entry, lower)
         return inode
 
@@ -407,6 +412,11 @@ def _directories_among(base: Base, object_id: bytes, names: Iterable[bytes]) -> 
     except CorruptError:
         return 0  # as `Base.subdirectories` counts
     return sum(name in entries and entries[name].type is EntryType.DIRECTORY for name in names)
+
+
+def _beside(above: Lower) -> Lower:
+    """What a file has in the place of what shows through it: where its tree is. `above` is that of its directory."""
+    return Lower(above.anchor, b"", NO_ID, above.root)
 
 
 def _size(inode: Inode) -> tuple[int, int]:

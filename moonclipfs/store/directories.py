@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 from collections.abc import Iterable, Mapping
 
@@ -15,6 +16,11 @@ _VERSION = 1
 _HEAD = struct.Struct("<4sB3xI")
 _ENTRY = struct.Struct("<BxHHHIIIIqqQ32s")
 _FIRST_NS = -(1 << 63)
+_TYPES = {int(kind): kind for kind in EntryType}
+_NO_XATTRS: Mapping[bytes, bytes] = {}
+"""Shared by most entries, of which there may be millions; it stays empty."""
+_NAME = re.compile(rb"[^\0/.][^\0/]{0,%d}" % (limits.NAME_BYTES - 1))
+"""What `check_name` allows, but for names that begin with a dot."""
 
 
 def _encode_entry(entry: Entry) -> bytes:
@@ -89,17 +95,20 @@ def _decode_entry(raw: bytes, at: int) -> tuple[Entry, int]:
         kind, name_length, target_length, xattr_count, mode, group, uid, gid, mtime, ctime, size, child = (
             _ENTRY.unpack_from(raw, at)
         )
-        entry_type = EntryType(kind)
-    except (struct.error, ValueError) as error:
+        entry_type = _TYPES[kind]
+    except (struct.error, KeyError) as error:
         raise CorruptError(f"directory: broken entry at byte {at}") from error
     at += _ENTRY.size
     name, target = raw[at : at + name_length], raw[at + name_length : at + name_length + target_length]
     at += name_length + target_length
-    xattrs, at = _decode_xattrs(raw, at, xattr_count)
-    try:
-        check_name(name)
-    except LimitError as error:
-        raise CorruptError(f"directory: {error}") from error
+    xattrs = _NO_XATTRS
+    if xattr_count:
+        xattrs, at = _decode_xattrs(raw, at, xattr_count)
+    if _NAME.fullmatch(name) is None:
+        try:
+            check_name(name)
+        except LimitError as error:
+            raise CorruptError(f"directory: {error}") from error
     attributes = Attributes(mode, uid, gid, mtime, ctime, xattrs)
     if len(child) != ID_BYTES or at > len(raw):
         raise CorruptError("directory: entry reaches past its end")

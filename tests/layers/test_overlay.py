@@ -534,3 +534,25 @@ def test_a_journal_without_its_base_is_refused(overlay: Overlay, store: Store) -
         segment.unlink()
     with pytest.raises(CorruptError, match="does not say what it stands on"):
         Overlay.open(store, "one")
+
+
+def test_a_long_listing_looks_again_only_for_what_it_had_to_load(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link count of a directory takes its entries, which are not in memory."""
+    count = 2 * limits.LISTING_BATCH + 3
+    publish(store, "wide", {f"d{number:03}": {"f": b"%d" % number} for number in range(count)})
+    looked: list[bytes] = []
+    look = Layer._look
+
+    def counted(layer: Layer, directory: Inode, name: bytes) -> Inode | None:
+        looked.append(name)
+        return look(layer, directory, name)
+
+    monkeypatch.setattr(Layer, "_look", counted)
+    with create(store, "wide", "wide") as made:
+        layer = made.layer
+        names = layer.names_in(layer.root)
+        found = layer.children(layer.root, [*names, b"absent", b"."])
+    assert [None if child is None else child[0] for child in found[-2:]] == [None, layer.root]
+    assert [child and next(iter(child[0].links))[1] for child in found[:-2]] == names
+    assert len(names) == count
+    assert len(looked) <= 2 * len(found)
