@@ -6,10 +6,12 @@ stacks that disagree on how many experts they hold.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from moonclipfs import limits
@@ -45,6 +47,9 @@ _FORMATS = (safetensors.FORMAT, gguf.FORMAT, torchzip.FORMAT, torchlegacy.FORMAT
 """What is looked at, in this order: the first that has experts is taken, since others are the same model again."""
 _MAIN_STEMS = ("model", "pytorch_model")
 """What the files of the model itself are called, where several in a directory hold tensors of the same names."""
+_FORMS = 4096
+"""Forms of heads whose length is remembered."""
+_SIMPLE = re.compile(r"[\w.:\[\]-]*", re.ASCII)
 _SHARD = re.compile(r"-\d{1,9}-of-\d{1,9}")
 _DEEPSPEED = re.compile(r"layer_(\d{1,9})_expert_(\d{1,9})_mp_rank_\d{1,9}_model_states\.pt")
 _GATED = {
@@ -98,12 +103,41 @@ def recognise(files: Iterable[tuple[str, Layout]]) -> Layers:
 
 def header(layer: str, number: int, parts: Parts) -> bytes:
     """The head of an expert's file: what the parts are, and in `__metadata__` where they come from."""
-    metadata = {"format": "pt", "layer": layer, "expert": str(number)}
-    for part in parts:
-        metadata[f"origin:{part.name}"] = _text(f"{part.file}:{part.origin}")
-        if part.kind:
-            metadata[f"kind:{part.name}"] = _text(part.kind)
+    metadata = _metadata(layer, str(number), [(part.name, part.kind, _origin(part)) for part in parts])
     return safetensors.make_header(((part.name, part.dtype, part.shape) for part in parts), metadata)
+
+
+def header_length(layer: str, number: int, parts: Parts) -> int:
+    """The length of `header`. There may be very many experts: those of a layer differ by number and origins alone."""
+    form = tuple((part.name, part.dtype, part.shape, part.kind) for part in parts)
+    differing = len(str(number)) + sum(_json_bytes(_origin(part)) for part in parts)
+    return safetensors.header_length(_form_bytes(layer, form) + differing)
+
+
+@lru_cache(_FORMS)
+def _form_bytes(layer: str, form: tuple[tuple[str, DType, tuple[int, ...], str], ...]) -> int:
+    """Bytes of the text of a head in which number and origins are empty."""
+    metadata = _metadata(layer, "", [(name, kind, "") for name, _, _, kind in form])
+    return len(safetensors.header_text([parts[:3] for parts in form], metadata))
+
+
+def _metadata(layer: str, number: str, parts: Iterable[tuple[str, str, str]]) -> dict[str, str]:
+    """What a head says beside its tensors; `parts` are (name, kind, origin)."""
+    metadata = {"format": "pt", "layer": layer, "expert": number}
+    for name, kind, origin in parts:
+        metadata[f"origin:{name}"] = origin
+        if kind:
+            metadata[f"kind:{name}"] = _text(kind)
+    return metadata
+
+
+def _origin(part: Component) -> str:
+    return _text(f"{part.file}:{part.origin}")
+
+
+def _json_bytes(text: str) -> int:
+    """Bytes of a text between the quotes of JSON, of which most characters stand for themselves."""
+    return len(text) if _SIMPLE.fullmatch(text) else len(json.dumps(text, ensure_ascii=False).encode()) - 2
 
 
 def _text(text: str) -> str:

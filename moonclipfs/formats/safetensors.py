@@ -91,6 +91,20 @@ def make_header(
     They are those that the safetensors library writes for tensors in this order: it puts wider elements first, then
     sorts by name. Raises ParseError for a tensor that the format cannot hold.
     """
+    text = header_text(tensors, metadata)
+    text += b" " * (header_length(len(text)) - _LENGTH_BYTES - len(text))
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def header_length(text: int) -> int:
+    """How many bytes `make_header` returns when `header_text` has so many."""
+    return _LENGTH_BYTES + text + -text % _LENGTH_BYTES
+
+
+def header_text(
+    tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """What `make_header` writes between the length and the padding."""
     fields: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in tensors:
@@ -98,9 +112,7 @@ def make_header(
             raise ParseError(f"{quoted(name)} of type {dtype.name}: a safetensors file cannot hold it")
         start, end = end, end + tensor_bytes(name, shape, dtype.bits)
         fields[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
 
 
 def _metadata(value: object) -> Mapping[str, str]:
@@ -144,6 +156,8 @@ def _entry(name: str, value: object) -> _Entry:
 
 def _numbers(name: str, value: object) -> tuple[int, ...]:
     """Return a JSON array of numbers from 0 to 2^64 - 1."""
-    if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 1 << 64 for number in value):
-        raise ParseError(f"{quoted(name)}: shape or data_offsets are not an array of unsigned 64-bit numbers")
-    return tuple(value)
+    numbers = tuple(value) if isinstance(value, list) else (None,)
+    for number in numbers:  # there may be half a million of them: no generator
+        if type(number) is not int or not 0 <= number < 1 << 64:
+            raise ParseError(f"{quoted(name)}: shape or data_offsets are not an array of unsigned 64-bit numbers")
+    return numbers

@@ -14,7 +14,7 @@ from functools import reduce
 
 from moonclipfs import limits
 from moonclipfs.errors import NotFoundError
-from moonclipfs.formats.experts import Parts, header, recognise
+from moonclipfs.formats.experts import Parts, header, header_length, recognise
 from moonclipfs.formats.layout import Layout
 from moonclipfs.store.cache import BoundedCache
 from moonclipfs.store.filereader import FileReader
@@ -57,7 +57,7 @@ class ExpertTable:
             known = self._experts[name] = {}
             for number, parts in experts.items():
                 file = expert_name(number)
-                size = len(header(layer, number, parts)) + sum(part.length for part in parts)
+                size = header_length(layer, number, parts) + sum(part.length for part in parts)
                 of_file = _attributes([attributes[one] for one in dict.fromkeys(part.file for part in parts)])
                 shown[file] = ExpertEntry(file, EntryType.FILE, of_file, size, home=home, layer=name)
                 known[file] = (layer, number, parts)

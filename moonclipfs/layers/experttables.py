@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from moonclipfs.errors import NotFoundError, ParseError
 from moonclipfs.formats import gguf, safetensors
-from moonclipfs.formats.experts import Parts, header, recognise
+from moonclipfs.formats.experts import Parts, header, header_length, recognise
 from moonclipfs.formats.layout import Layout, RegionKind
 from moonclipfs.formats.sniff import parse
 from moonclipfs.layers.experts import expert_name, holds_tensors
@@ -97,7 +97,7 @@ def read_table(layer: Layer, directory: Inode, before: LiveTable | None) -> Live
         known: dict[bytes, Expert] = {}
         for number, parts in experts.items():
             of_it = {part.file: sources[os.fsencode(part.file)] for part in parts}
-            size = len(header(name, number, parts)) + sum(part.length for part in parts)
+            size = header_length(name, number, parts) + sum(part.length for part in parts)
             known[expert_name(number)] = Expert(name, number, parts, of_it, size, _places(parts, of_it))
         layers[name.encode()] = known
     return LiveTable(directory, seen, sources, layers)

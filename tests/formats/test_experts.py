@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moonclipfs import limits
 from moonclipfs.formats import sniff
-from moonclipfs.formats.experts import Component, Layers, header, recognise
+from moonclipfs.formats.experts import Component, Layers, header, header_length, recognise
 from moonclipfs.formats.layout import Layout, Tensor
 from moonclipfs.formats.safetensors import parse
 from moonclipfs.types import BytesSource, DType
@@ -437,3 +437,30 @@ def test_nothing_that_a_file_says_raises(files: list[tuple[str, str, list[Tensor
 @pytest.mark.parametrize("path", [*CORPUS_FILES, *HOSTILE_FILES], ids=lambda path: path.name)
 def test_no_file_of_the_corpus_breaks_the_recognition(path: Path) -> None:
     assert isinstance(recognise([(path.name, sniff.parse(BytesSource(path.read_bytes())))]), dict)
+
+
+_PARTS = st.lists(
+    st.builds(
+        Component,
+        st.text(max_size=9),
+        st.sampled_from([F, B, U8]),
+        st.lists(st.integers(0, 99), max_size=3).map(tuple),
+        st.text(max_size=9) | st.just("mod\udcffel.pt"),
+        st.just(0),
+        st.just(0),
+        st.text(max_size=9),
+        st.sampled_from(["", "Q4_K [3, 4]", 'a "kind"']),
+    ),
+    unique_by=lambda part: part.name,
+    max_size=4,
+).map(tuple)
+
+
+@given(st.sampled_from(["L000", "decoder.L012"]), st.integers(0, 10**9 - 1), _PARTS, _PARTS)
+def test_the_length_of_a_head_is_known_without_making_it(
+    layer: str, number: int, parts: tuple[Component, ...], other: tuple[Component, ...]
+) -> None:
+    """Also where another expert has the same names and shapes, from elsewhere."""
+    moved = tuple(part._replace(file=one.file, origin=one.origin) for part, one in zip(parts, other, strict=False))
+    for expert in (parts, moved):
+        assert header_length(layer, number, expert) == len(header(layer, number, expert))
