@@ -13,6 +13,7 @@ from moonclipfs.errors import BackendError, CorruptError, MoonclipError
 from moonclipfs.store.cores import usable_cores
 from moonclipfs.store.objects import object_id
 from moonclipfs.store.packs import Location, PackReader
+from moonclipfs.store.pools import submit
 from moonclipfs.store.reader import ObjectReader
 from moonclipfs.types import NO_ID, Kind
 
@@ -71,7 +72,7 @@ def audit_all(locations: Iterable[Location], packs: PackReader, objects: ObjectR
                 freed, future = working.popleft()
                 in_work -= freed
                 yield future.result()
-            working.append((cost, pool.submit(audit, location, packs, objects)))
+            working.append((cost, submit(pool, audit, location, packs, objects)))
             in_work += cost
         while working:
             yield working.popleft()[1].result()

@@ -31,6 +31,7 @@ from moonclipfs.store.gc import GcReport, collect
 from moonclipfs.store.log import Names
 from moonclipfs.store.objects import object_id
 from moonclipfs.store.packs import Location, PackWriter
+from moonclipfs.store.pools import submit
 from moonclipfs.store.reachable import OBJECT_OVERHEAD, Choice, Needed, PackTable, Rows
 from moonclipfs.store.replay import is_at_or_below
 from moonclipfs.store.retention import line_of
@@ -200,7 +201,7 @@ class _Work:
                     done, future = working.popleft()
                     in_work -= _COST * done.location.raw_length
                     yield done, future.result()
-                working.append((task, pool.submit(self._encode, writer, task)))
+                working.append((task, submit(pool, self._encode, writer, task)))
                 in_work += cost
             while working:
                 done, future = working.popleft()

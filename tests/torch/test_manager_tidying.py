@@ -141,6 +141,26 @@ def test_what_merging_aside_fails_with_is_told(tmp_path: Path) -> None:
         moonclipfs.optimize_aside(tmp_path / "nowhere").result(60)
 
 
+def test_what_is_merged_aside_is_finished_though_the_program_ends(tmp_path: Path) -> None:
+    """Pools of threads take no work then; a gc beside a manager reads back what it copied in the same way."""
+    net, optimizer = training(width=200)
+    with CheckpointManager(tmp_path / "s") as manager:
+        for number in range(4):
+            step(net, optimizer)
+            manager.save(number, net, optimizer)
+    program = (
+        "import sys, moonclipfs\n"
+        "merging = moonclipfs.optimize_aside(sys.argv[1])\n"
+        "merging.add_done_callback(lambda done: print(done.result().objects))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "s")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "") and int(ended.stdout) > 0
+    with Store.open(tmp_path / "s") as store:
+        assert links(store, "run/step-000003") <= 1 and verify(store).problems == []
+
+
 def test_resuming_from_a_thinned_snapshot_is_an_error_and_its_weights_are_there(tmp_path: Path) -> None:
     net, optimizer = training()
     saved = {}
