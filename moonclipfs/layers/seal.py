@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moonclipfs import limits
-from moonclipfs.errors import BusyError, MoonclipError, NotFoundError, StagingLostError, UsageError
+from moonclipfs.errors import BusyError, CorruptError, MoonclipError, NotFoundError, StagingLostError, UsageError
 from moonclipfs.layers.capture import Capture
 from moonclipfs.layers.captured import encode_tree
 from moonclipfs.layers.freezing import own_files, resolved, staged_paths
@@ -304,9 +304,13 @@ class Sealer:
             self._forget_old(version)
 
     def _forget_old(self, version: Version) -> None:
-        """Of the automatic versions of a name, keep the last ones only."""
+        """Of the automatic versions of a name, keep the last ones only; all, while a damaged overlay may need any."""
         names = self._layer.store.names()
-        held = pinned_versions(self._layer.store.path, names)
+        try:
+            held = pinned_versions(self._layer.store.path, names)
+        except CorruptError as error:
+            log.warning("%s: its older versions are kept: %s", version.path, error)
+            return
         kept = [
             one
             for one in names.versions(version.path)

@@ -14,6 +14,7 @@ import pytest
 
 from moonclipfs.errors import BusyError, CorruptError, NoSpaceError
 from moonclipfs.layers import overlayencoder
+from moonclipfs.layers.live import Live, LiveOptions
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.overlays import Overlays
 from moonclipfs.store.backend import LocalBackend
@@ -23,7 +24,7 @@ from moonclipfs.store.overlaydirs import find_overlay, naming, overlay_infos, pi
 from moonclipfs.store.store import Store
 from tests.layers.filekit import read_all
 from tests.layers.publish import publish
-from tests.layers.sealkit import put, tree
+from tests.layers.sealkit import model, put, tree
 
 ExpectLog = Callable[[str], None]
 
@@ -169,6 +170,20 @@ def test_a_damaged_description_is_in_the_way_of_nothing_but_what_it_pins(
             assert overlays.names() == ["good"]
             expect_log("overlay one is discarded as it is")
     expect_log("nothing of overlays is cleared away: overlays/one is damaged")
+
+
+def test_seals_go_on_beside_a_damaged_overlay(store: Store, expect_log: ExpectLog) -> None:
+    """What it stands on is not known, so that no older version is dropped meanwhile."""
+    with Overlays(store) as overlays:
+        overlays.create("one", "base")
+    (store.path / "overlays" / "one").write_bytes(b"garbage")
+    for number in range(3):
+        live = Live(store, LiveOptions(seal_after=60, keep_versions=1))
+        live.start()
+        put(live.layer, "run/model.safetensors", model(number))
+        assert live.close() == []
+    assert [version.number for version in store.names().versions("run")] == [1, 2, 3]
+    expect_log("run: its older versions are kept: overlays/one is damaged")
 
 
 def test_gc_goes_on_where_nothing_of_overlays_can_be_cleared_away(
