@@ -16,7 +16,7 @@ from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.room import Holder, with_room
 from moonclipfs.store.cores import usable_cores
 
-_COPIED_BYTES_PER_SECOND = 1 << 30
+_COPIED_BYTES_PER_SECOND = 4 << 30
 """Bytes that come faster are copied from the cache: threads would only take time."""
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moonclipfs import limits
+from moonclipfs.layers.files import OpenFile
 from moonclipfs.layers.layerpath import LayerPath
 from moonclipfs.layers.live import Live, LiveOptions
 from moonclipfs.store.store import Store
@@ -243,3 +246,19 @@ def test_what_was_written_is_there_in_the_next_life(store: Store) -> None:
             file.sync()
     with Live(store, LiveOptions(seal_after=None)) as live:
         assert (LayerPath(live) / "d" / "f").read_bytes() == b"bytes"
+
+
+def test_what_has_to_be_decoded_is_read_by_several_threads(layer: LayerPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where decoding is as fast as 2 GB/s."""
+    data = os.urandom(3 * limits.PREFETCH_STEP_BYTES) + b"end"
+    (layer / "f").write_bytes(data)
+    read, threads = OpenFile.read_into, set()
+
+    def decoding(file: OpenFile, offset: int, out: memoryview) -> int:
+        threads.add(threading.get_ident())
+        time.sleep(len(out) / 2e9)
+        return read(file, offset, out)
+
+    monkeypatch.setattr(OpenFile, "read_into", decoding)
+    assert (layer / "f").read_bytes() == data
+    assert len(threads) > 1
