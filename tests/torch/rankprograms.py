@@ -36,9 +36,15 @@ def run(name: str, directory: Path, processes: int, timeout: float = 120.0) -> l
     return [out for out, _ in told]
 
 
-def start(name: str, directory: Path, processes: int, rank: int) -> subprocess.Popen[str]:
-    """Start one of the processes."""
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+def start(name: str, directory: Path, processes: int, rank: int, **more: str) -> subprocess.Popen[str]:
+    """Start one of the processes, with more in its environment."""
+    environment = {
+        **more,
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
     command = [sys.executable, "-m", "tests.torch.rankprograms", name, str(directory)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -208,15 +214,30 @@ def restart(directory: Path) -> None:
             manager.flush()
 
 
-PROGRAMS = {one.__name__: one for one in (dcp_save, dcp_load, ddp, fsdp, fsdp_load, restart)}
+def endless(directory: Path) -> None:
+    """Save until killed: what each rank saves at a step of an attempt is the same number."""
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["ATTEMPT"])
+    with CheckpointManager(directory / "store", "run", world_size="auto") as manager:
+        step = manager.resume({"weight": torch.zeros(40_000), "bias": torch.zeros(8)})
+        while True:
+            value = 1000.0 * attempt + step
+            mine = {
+                "weight": torch.full((40_000,), value) + torch.arange(40_000) * rank,
+                "bias": torch.full((8,), value),
+            }
+            manager.save(step, mine)
+            step += 1
+
+
+PROGRAMS = {one.__name__: one for one in (dcp_save, dcp_load, ddp, fsdp, fsdp_load, restart, endless)}
 
 
 def main(name: str, directory: Path) -> None:
     """Join the others, and run one program."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if name == "restart":  # the launcher says all
-        restart(directory)
+    if name in ("restart", "endless"):  # what the environment says is enough
+        PROGRAMS[name](directory)
         return
     meeting = directory / f"meeting-{name}-{size}"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -24,8 +25,10 @@ from moonclipfs.store.leases import live_leases
 from moonclipfs.store.optimize import optimize
 from moonclipfs.store.retention import Rules
 from moonclipfs.store.store import Store
+from moonclipfs.store.target import is_store
 from moonclipfs.torch import topology
 from tests.torch.kit import adam, model, same, train
+from tests.torch.rankprograms import start
 
 Ranks = Callable[..., list[CheckpointManager]]
 
@@ -306,6 +309,48 @@ def test_c33_a_shard_left_by_a_dead_rank_is_never_combined_with_a_new_one(
         alive = {lease.name for lease in live_leases(store.path)}
         assert left <= alive, "the dead have left something"
     assert each(managers, save(2)) == [None, None]
+
+
+def snapshots(path: Path) -> int:
+    """How many there are."""
+    if not is_store(path):
+        return 0
+    with Store.open(path) as store:
+        return len(store.names().bound())
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_at_any_moment_leave_whole_snapshots_only(tmp_path: Path) -> None:
+    """In any order, again and again; what is left is of one attempt each, on all ranks."""
+    generator = random.Random(5)
+    for attempt in range(6):
+        running = [start("endless", tmp_path, 2, rank, ATTEMPT=str(attempt)) for rank in (0, 1)]
+        wanted = (attempt + 1) * 3
+        while snapshots(tmp_path / "store") < wanted:
+            assert all(one.poll() is None for one in running), [one.communicate() for one in running]
+            time.sleep(0.05)
+        time.sleep(generator.uniform(0, 0.5))
+        victim = generator.randrange(2)
+        running[victim].kill()
+        try:  # the other one is told, or is killed as well
+            _, told = running[1 - victim].communicate(timeout=generator.choice([0.01, 20]))
+            assert f"rank {victim} of 2 ended before the snapshot was whole" in told
+        except subprocess.TimeoutExpired:
+            running[1 - victim].kill()
+        for one in running:
+            one.communicate()
+    managers = [CheckpointManager(tmp_path / "store", "run", world_size=2, rank=rank) for rank in (0, 1)]
+    steps = [one.step for one in managers[0].list_snapshots()]
+    assert len(steps) > 10 and steps == list(range(len(steps)))
+    for step in steps:
+        one, other = (manager.load(step).state["model"] for manager in managers)
+        assert torch.equal(one["bias"], other["bias"]) and float(one["bias"][0]) % 1000 == step
+        assert torch.equal(other["weight"] - one["weight"], torch.arange(40_000.0))
+    for manager in managers:
+        manager.close()
+    with Store.open(tmp_path / "store", write=True) as store:
+        collect(store)
+        assert not list(store.backend.list("tmp/"))
 
 
 def test_parts_are_kept_from_gc_while_their_rank_lives(
