@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from moonclipfs.errors import RanksError, UsageError
 from moonclipfs.store.leases import live_leases
 from moonclipfs.store.paths import check_path
 from moonclipfs.store.publish import Ingest
+from moonclipfs.torch import pickled
 from moonclipfs.torch.casting import CastRules
 from moonclipfs.torch.dcpmetadata import Place as ItemPlace
 from moonclipfs.torch.dcpmetadata import encode
@@ -243,9 +243,8 @@ def _name_of(item: WriteItem) -> str:
 def _value(taker: Taker, name: str, data: io.BytesIO) -> dict[str, Any]:
     """What a planner pickled, as a tree; what it wrote in a way of its own, as its bytes."""
     try:
-        # The planner of this very process has just made it.
-        value = torch.load(io.BytesIO(data.getvalue()), weights_only=False)
-    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        value = pickled.load_own_file(data.getvalue())
+    except ValueError:
         return {RAW: taker.tree(data.getvalue())}
     return {VALUE: taker.tree(value, (name,))}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -150,6 +152,33 @@ def test_a_writer_goes_to_another_process_and_saves_there(tmp_path: Path) -> Non
         found = {"a": torch.zeros(1000)}
         load(found, storage_reader=StorageReader(tmp_path / "store"), checkpoint_id=f"run/{number}", no_dist=True)
         assert torch.equal(found["a"], torch.full((1000,), float(number)))
+
+
+class OwnSaving(DefaultSavePlanner):
+    """Writes text in a way of its own."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        """Other things as usual."""
+        return io.BytesIO(object.encode()) if isinstance(object, str) else super().transform_object(write_item, object)
+
+
+class OwnLoading(DefaultLoadPlanner):
+    """Reads that."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Other things as usual."""
+        if read_item.dest_index.fqn == "text":
+            self.original_state_dict["text"] = value.read().decode()
+        else:
+            super().load_bytes(read_item, value)
+
+
+def test_what_a_planner_writes_in_a_way_of_its_own_comes_back_as_it_is(tmp_path: Path) -> None:
+    state = {"text": "no pickle at all", "number": 3, "tensor": torch.ones(2)}
+    save(state, storage_writer=StorageWriter(tmp_path / "store", "run/1"), planner=OwnSaving(), no_dist=True)
+    found: dict[str, Any] = {"text": "", "number": 0, "tensor": torch.zeros(2)}
+    load(found, storage_reader=StorageReader(tmp_path / "store", "run/1"), planner=OwnLoading(), no_dist=True)
+    assert same(found, state)
 
 
 def test_what_is_written_is_kept_from_gc_until_it_is_a_snapshot(
