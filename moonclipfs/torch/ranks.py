@@ -198,7 +198,7 @@ def _entries(writing: Writing, ranks: Sequence[RankPart]) -> list[Entry]:
     for rank, one in enumerate(ranks):
         own = [part for part in one.state["parts"] if part not in common]
         theirs = {name: file for name, file in one.files.items() if name not in top or file != first.files[name]}
-        if not own and not theirs:
+        if not ranked and not theirs:
             continue
         below = [writing.entry(name, *file) for name, file in theirs.items()]
         below += writing.put({}, {STATE_FILE: encoded({**_state_of(one.state, own), WORLD_SIZE: len(ranks)})})

@@ -454,6 +454,26 @@ def test_damage_that_one_rank_finds_is_no_reason_to_go_on_from_another_step(rank
     assert found[0] == 2 and isinstance(found[1], CorruptError)
 
 
+def test_what_only_one_rank_gives_is_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    managers = ranks(3)
+
+    def call(manager: CheckpointManager, rank: int) -> None:
+        files = {"all.txt": "same", "rank.txt": f"of {rank}"} if rank != 1 else {}
+        extra = {"only": "here"} if rank == 1 else None
+        manager.save(0, {"weight": torch.ones(3000)}, extra=extra, extra_files=files, metadata={"of": rank})
+        manager.flush()
+
+    assert each(managers, call) == [None] * 3
+    assert contents(tmp_path, "run/step-000000") == [
+        "all.txt", "model.safetensors", "rank-00000/state.json", "rank-00001/state.json", "rank-00002/rank.txt",
+        "rank-00002/state.json", "rank.txt", "state.json",
+    ]  # fmt: skip
+    for rank, manager in enumerate(managers):
+        loaded = manager.load(0)
+        assert loaded.extra == ({"only": "here"} if rank == 1 else None) and loaded.metadata == {"of": 0}
+        assert same(loaded.state["model"], {"weight": torch.ones(3000)})
+
+
 def test_the_best_is_decided_alike_by_all_ranks(ranks: Ranks) -> None:
     managers = ranks(2)
     for step, loss in enumerate((0.5, 0.7, 0.3)):
