@@ -1,8 +1,8 @@
 """Makes the golden store of a release, which every later version must read: `python -m tests.store.make_golden`.
 
-It writes `tests/corpus/stores/VERSION/`: a small store with every kind of object and record, and a layer that was left
-before all in it was stored and sealed; and `expected.json`, made of what was put in, not of what can be read back. Run
-once, when the format of a release is final.
+It writes `tests/corpus/stores/VERSION/`: a small store with every kind of object and record, with a layer and an
+overlay that were left before all in them was stored; and `expected.json`, made of what was put in, not of what can be
+read back. Run once, when the format of a release is final.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from numpy.typing import NDArray
 
 import moonclipfs
 from moonclipfs import limits
+from moonclipfs.layers.inodes import Inode
+from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.live import Live, LiveOptions
+from moonclipfs.layers.overlays import Overlays
 from moonclipfs.store.gc import collect
 from moonclipfs.store.pins import pin, unpin
 from moonclipfs.store.publish import Ingest
@@ -33,6 +36,7 @@ CHECKPOINT_EVERY = 8
 """The checkpoint comes when all is bound, and each other kind of record behind it, where a reader has to apply it."""
 
 LAYER = "golden"
+OVERLAY = "trial"
 
 Values = NDArray[np.generic]
 
@@ -245,23 +249,14 @@ def fill_layer(store: Store, golden: Golden) -> dict[bytes, File]:
             place = _inside(place.setdefault(parent, File(inside={}, mode=0o755)))
         place[name] = File(inside=dict(golden.expected[path, version.number]), mode=0o755)
     work = layer.make(layer.root, b"work", EntryType.DIRECTORY, 0o755, 1000, 1000, TIME_NS)
-
-    def save(name: bytes, data: bytes, kept_as: bytes | None) -> None:
-        inode = layer.make(work, name, EntryType.FILE, 0o640, 1000, 1000, TIME_NS)
-        file = layer.open_file(inode, write=True)
-        file.write(0, data, TIME_NS)
-        file.flush()
-        file.close()
-        if kept_as is not None:
-            _inside(shown[b"work"])[kept_as] = File(data, mode=0o640)
-
+    in_work = _inside(shown[b"work"])
     live.encoder.start()
-    save(b"encoded.log", text(4000), b"encoded.log")
-    save(b"before", np.random.default_rng(3).bytes(3000), b"after")
-    save(b"gone", np.random.default_rng(4).bytes(3000), None)
+    in_work[b"encoded.log"] = save(layer, work, b"encoded.log", text(4000))
+    in_work[b"after"] = save(layer, work, b"before", np.random.default_rng(3).bytes(3000))
+    save(layer, work, b"gone", np.random.default_rng(4).bytes(3000))
     live.flush()
     live.encoder.stop()
-    save(b"staged", np.random.default_rng(5).bytes(3000), b"staged")
+    in_work[b"staged"] = save(layer, work, b"staged", np.random.default_rng(5).bytes(3000))
     layer.rename(work, b"before", work, b"after", TIME_NS)
     layer.unlink(work, b"gone", TIME_NS)
     layer.unlink(layer.resolve(b"run/step-1"), b"config.json", TIME_NS)
@@ -273,6 +268,32 @@ def fill_layer(store: Store, golden: Golden) -> dict[bytes, File]:
     layer.sync_all()
     layer.close()
     return shown
+
+
+def fill_overlay(store: Store, golden: Golden) -> dict[bytes, File]:
+    """An overlay over a snapshot, likewise; what it shows then."""
+    shown = dict(golden.expected["run/step-2", 1])
+    with Overlays(store) as overlays:
+        overlay = overlays.create(OVERLAY, "run/step-2", quota=1 << 30)
+        layer = overlay.layer
+        shown[b"encoded.log"] = save(layer, layer.root, b"encoded.log", text(4000))
+        overlay.flush()
+        shown[b"staged"] = save(layer, layer.root, b"staged", np.random.default_rng(6).bytes(3000))
+        layer.unlink(layer.root, b"config.json", TIME_NS)
+        layer.rename(layer.root, b"train.log", layer.root, b"trained.log", TIME_NS)
+        del shown[b"config.json"]
+        shown[b"trained.log"] = shown.pop(b"train.log")
+    return shown
+
+
+def save(layer: Layer, directory: Inode, name: bytes, data: bytes) -> File:
+    """Write a file into a layer."""
+    inode = layer.make(directory, name, EntryType.FILE, 0o640, 1000, 1000, TIME_NS)
+    file = layer.open_file(inode, write=True)
+    file.write(0, data, TIME_NS)
+    file.flush()
+    file.close()
+    return File(data, mode=0o640)
 
 
 def _inside(file: File) -> dict[bytes, File]:
@@ -296,10 +317,11 @@ def make(target: Path) -> None:
             bound = {version.path: version.number for version in names.bound().values()}
             condemned = sorted(names.condemned())
             pins = {f"{name}@{number}": list(why) for (name, number), why in names.pins().items()}
-            layer = fill_layer(store, golden)
+            layer, overlay = fill_layer(store, golden), fill_overlay(store, golden)
     # What only matters to those who write, and is large or empty.
     (path / "reserve").unlink()
-    (path / "layers" / LAYER / "lock").unlink()
+    for lock in (*path.glob("layers/*/lock"), path / "overlays" / ".lock"):
+        lock.unlink()
     (path / "index.sqlite").unlink(missing_ok=True)
     for name in ("tmp", "leases"):
         (path / name).rmdir()
@@ -312,6 +334,7 @@ def make(target: Path) -> None:
         },
         "versions": {f"{name}@{number}": dict(describe(tree)) for (name, number), tree in golden.expected.items()},
         "layer": dict(describe(layer)),
+        "overlay": dict(describe(overlay)),
     }
     (target / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 

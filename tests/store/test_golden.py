@@ -19,6 +19,7 @@ from moonclipfs import limits, rescue
 from moonclipfs.layers.inodes import Inode
 from moonclipfs.layers.layer import Layer
 from moonclipfs.layers.live import Live, LiveOptions
+from moonclipfs.layers.overlays import Overlays
 from moonclipfs.store.check import verify
 from moonclipfs.store.export import export
 from moonclipfs.store.gc import collect
@@ -28,7 +29,7 @@ from moonclipfs.store.store import Store
 from moonclipfs.types import NO_ID, DType, EntryType, Kind
 from tests.nobody import Nobody
 from tests.store.kit import noise, packs, publish
-from tests.store.make_golden import LAYER, STORES, make
+from tests.store.make_golden import LAYER, OVERLAY, STORES, make
 
 RELEASES = sorted(path.name for path in STORES.iterdir() if path.is_dir())
 Rows = dict[str, dict[str, Any]]
@@ -263,15 +264,20 @@ def shown_by(layer: Layer, directory: Inode, prefix: bytes = b"") -> Rows:
     return rows
 
 
+def of_layer(rows: Rows) -> Rows:
+    """What `shown_by` tells of these."""
+    keys = {"FILE": {"mode", "size", "sha256"}, "SYMLINK": {"target"}, "DIRECTORY": set()}
+    return {
+        path: {key: value for key, value in row.items() if key in {"type", *keys[row["type"]]}}
+        for path, row in rows.items()
+    }
+
+
 @pytest.mark.parametrize("release", [release for release in RELEASES if "layer" in expected_of(release)])
 def test_its_layer_goes_on(golden: Path, release: str) -> None:
     """It shows what it did when it was left; that is stored, and sealed."""
     expected = expected_of(release)
-    keys = {"FILE": {"mode", "size", "sha256"}, "SYMLINK": {"target"}, "DIRECTORY": set()}
-    rows = {
-        path: {key: value for key, value in row.items() if key in {"type", *keys[row["type"]]}}
-        for path, row in expected["layer"].items()
-    }
+    rows = of_layer(expected["layer"])
     with Store.open(golden, write=True) as store:
         with Live(store, LiveOptions(layer=LAYER, seal_after=None)) as live:
             assert shown_by(live.layer, live.layer.root) == rows
@@ -286,6 +292,28 @@ def test_its_layer_goes_on(golden: Path, release: str) -> None:
         assert not verify(store).problems
 
 
+@pytest.mark.parametrize("release", [release for release in RELEASES if "overlay" in expected_of(release)])
+def test_its_overlay_goes_on(golden: Path, release: str) -> None:
+    """Likewise; that is stored, and committed, and its base is as it was."""
+    expected = expected_of(release)
+    rows = of_layer(expected["overlay"])
+    with Store.open(golden, write=True) as store:
+        with Overlays(store) as overlays:
+            overlay = overlays.get(OVERLAY)
+            layer = overlay.layer
+            assert shown_by(layer, layer.root) == rows
+            assert layer.staged()["staged_files"] == 1, "and others are encoded"
+            version = overlay.commit("committed")
+            assert layer.staged()["staged_files"] == 0
+            assert shown_by(layer, layer.root) == rows
+            overlays.discard(OVERLAY)
+        committed = {os.fsdecode(path): entry.size for path, entry in store.walk(version)}
+        assert committed == {path: row.get("size", committed[path]) for path, row in rows.items()}
+        store.log.forget([(version.path, version.number)])
+        check(store, expected)
+        assert not verify(store).problems
+
+
 def test_the_next_golden_store_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonclipfs.limits.LOG_CHECKPOINT_EVERY", 64)
     for name in ("JOURNAL_RESERVE_BYTES", "JOURNAL_STEP_BYTES"):
@@ -297,4 +325,5 @@ def test_the_next_golden_store_can_be_made(tmp_path: Path, monkeypatch: pytest.M
     test_it_is_read(path, "next")
     test_it_has_every_kind_of_object(path)
     test_it_has_every_kind_of_record(path, "next")
-    test_its_layer_goes_on(path, "next")
+    test_its_layer_goes_on(copied("next", tmp_path / "layer"), "next")
+    test_its_overlay_goes_on(path, "next")
