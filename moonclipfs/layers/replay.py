@@ -100,9 +100,12 @@ def _find_orphans(
     # One that the journal has in memory had its file too late: no record tells of it.
     in_files = {number for number, generation in contents.generations.items() if generation.path is not None}
     files.orphans = layer.staging.orphans(captured | in_files)
-    files.log.disposal.drop_after_commit(unused)
     layer.state.generations = max([layer.state.generations, *files.orphans])
     there = set(layer.staging.orphans(set()))
+    # Of a file that was deleted long ago, the journal names bytes still: they are not to count as staged.
+    deleted = {generation for generation in unused if generation.number in in_files - there}
+    files.log.disposal.drop(deleted)
+    files.log.disposal.drop_after_commit(generation for generation in unused if generation not in deleted)
     recovery.orphans = len(files.orphans) + sum(generation.number in there for generation in unused)
 
 

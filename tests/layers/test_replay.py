@@ -294,6 +294,20 @@ def test_what_is_removed_after_a_replay_gives_its_space_back(layer: Layer, crash
         assert not [path for path in held if path.startswith(str(found.staging.directory)) and "deleted" in path]
 
 
+def test_what_was_deleted_before_a_kill_does_not_count_as_staged(layer: Layer, crash: Crash) -> None:
+    """The journal names it still; status, the limit of staging and the quota count what is there."""
+    for _ in range(3):
+        inode = write_file(layer, b"again", os.urandom(BIG))
+        layer.sync_all()
+        layer.unlink(layer.root, b"again", 5)
+        layer.sync_all()
+    write_file(layer, b"stays", os.urandom(BIG))
+    layer.sync_all()
+    assert not inode.links and layer.staging.used == BIG
+    with crash() as found:
+        assert found.staging.used == BIG == found.staging.waiting and len(staging_names(found)) == 1
+
+
 def test_an_open_file_that_was_removed_is_gone(layer: Layer, crash: Crash) -> None:
     file = layer.open_file(write_file(layer, b"a", os.urandom(BIG)), write=True)
     layer.unlink(layer.root, b"a", 5)
