@@ -51,7 +51,7 @@ def test_stats_tells_what_was_saved(run: Run, filled: Path) -> None:
     told = run("stats", "--json", filled).json
     assert set(told) == {
         *("versions", "files", "logical", "shared", "holes", "literals", "ratio", "full", "delta", "trees"),
-        *("only_bases", "layers", "dtypes", "dead", "overhead", "packs", "pack_bytes"),
+        *("only_bases", "layers", "dtypes", "dead", "overhead", "packs", "pack_bytes", "in_base"),
     }
     assert told["versions"] == 4
     assert told["delta"]["raw"] == 2 * 131072
@@ -125,7 +125,9 @@ def test_verify_of_a_whole_store(run: Run, filled: Path, name: str) -> None:
     assert done.code == 0, done.out
     assert done.out.endswith("decoded and hashed: no problem\n")
     told = run(name, "--quick", "--json", filled).json
-    assert set(told) == {"ok", "quick", "versions", "packs", "objects", "object_bytes", "problems"}
+    assert set(told) == {
+        *("ok", "quick", "versions", "packs", "objects", "object_bytes", "problems", "base", "base_objects"),
+    }
     assert (told["ok"], told["quick"], told["versions"]) == (True, True, 4)
 
 

@@ -203,9 +203,12 @@ def test_R067_a_pickle_that_would_run_code_is_only_read(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_R067_nothing_in_the_package_unpickles() -> None:
+def test_R067_nothing_that_reads_files_unpickles() -> None:
+    """Of the rest of the package, tests/test_floors.py tells the one module that may, when it is asked to."""
     package = Path(__file__).parents[2] / "moonclipfs"
-    for path in package.rglob("*.py"):
+    for path in (
+        path for room in ("codec", "formats", "store", "layers", "fuse") for path in (package / room).glob("*.py")
+    ):
         text = path.read_text()
         assert "import pickle" not in text and "torch.load" not in text and "pickle.load" not in text, path
 

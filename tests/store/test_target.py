@@ -70,7 +70,9 @@ def test_what_exists_nowhere(text: str) -> None:
 def test_what_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for text in (".", "file", "file:run1", "/dev/null"):
-        with pytest.raises(FormatVersionError, match=r"not a store: .*; make one with `moonclipfs init`"):
+        with pytest.raises(
+            FormatVersionError, match=r"not a store, and not in a mount: .*; make a store with `moonclipfs init`"
+        ):
             parse_target(text)
     with pytest.raises(FormatVersionError, match="MOONCLIPFS_STORE"):
         parse_target(":x", tmp_path)
