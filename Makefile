@@ -7,7 +7,7 @@ TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 FUZZ_ITERATIONS ?= 20000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-ecosystem lint floors sanitize check fuzz bench clean
+.PHONY: help setup demo test test-slow test-ecosystem lint floors sanitize check fuzz bench bench-save clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,10 @@ bench: setup ## ratios and speeds beside plain files, zstd, zipnn and moonclip
 	$(BIN)/python -m tests.bench.write_bench
 	$(BIN)/python -m tests.bench.encode_bench
 	$(BIN)/python -m tests.bench.train_bench
+
+bench-save: setup ## saves and loads beside torch.save, safetensors and moonclip: held, durable, bytes, load, memory
+	$(BIN)/python -m pip install --quiet -e '.[bench]'
+	$(BIN)/python -m tests.bench.save_bench
 
 clean: ## remove everything that set-up, tests and builds made
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis moonclipfs/*.so ext/_*.c

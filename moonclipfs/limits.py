@@ -284,6 +284,13 @@ EXPERT_QUEUE = 256
 SHARD_BYTES = 5 * 10**9
 """A part of a snapshot with more bytes of tensors is split into several files."""
 
+PLAIN_SNAPSHOTS = 2
+"""Snapshots of a run that wait to be encoded, at most: while there are so many, the next is encoded at once."""
+PLAIN_DISK_SHARE = 4
+"""A save is encoded at once where the disk has less room than so many times its bytes."""
+PLAIN_CLOSE_SECONDS = 30.0
+"""How long the end of a program, or of a manager, waits for what is stored to be encoded."""
+
 # Saves of several ranks
 RANKS = 1 << 16
 RANKS_WAIT_SECONDS = 1800.0

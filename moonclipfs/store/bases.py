@@ -43,11 +43,13 @@ _SAME_SIZE_LIMIT = 256
 @dataclass(frozen=True, slots=True)
 class Effort:
     """What time is spent on. `depths` are those of the 1st, 2nd, ... object after a full one, begun anew after the
-    last; a delta must beat the share `worth` of the full encoding of a sample to be tried.
+    last; a delta must beat the share `worth` of the full encoding of a sample to be tried. With `plain`, objects are
+    not encoded at all: see `tighten.py`.
     """
 
     depths: tuple[int, ...]
     worth: float
+    plain: bool = False
 
 
 THOROUGH = Effort((1, 2, 3, 2, 3, 3), 0.98)
@@ -55,6 +57,10 @@ THOROUGH = Effort((1, 2, 3, 2, 3, 3), 0.98)
 the best tree of three levels."""
 QUICK = Effort((1, 2, 2), 0.95)
 """Where somebody waits: a link less to read, and to decode when the next one is stored, for 1 to 2 % more bytes."""
+AT_ONCE = Effort((), 1.0, plain=True)
+"""Where somebody waits, and there will be time later."""
+NEAR = Effort((1,), 0.98)
+"""For what is read the most: one link at most."""
 
 
 class Known(Protocol):
@@ -121,23 +127,39 @@ def candidates(
     known: Known, piece: Piece, sketch: bytes, line: tuple[ObjectId, int] | None, effort: Effort = THOROUGH
 ) -> list[Candidate]:
     """Return bases that may serve, one of the own dtype at most: from the line, by label, by sketch."""
-    if sketch == NO_SKETCH:
+    if sketch == NO_SKETCH or effort.plain:
         return []
-    label = known.by_label(label_of(piece), _SAME_LABEL_LIMIT)
     before = None if line is None else known.find(line[0])
-    width = piece.dtype.width
-    found = _most_alike([*([] if before is None else [before]), *label], sketch, 0, width)
+    start = 0 if line is None else line[1]
+    return candidates_for(known, label_of(piece), piece.dtype, piece.length, sketch, (before, start), effort)
+
+
+def candidates_for(
+    known: Known,
+    label_number: int,
+    dtype: DType,
+    length: int,
+    sketch: bytes,
+    line: tuple[Location | None, int],
+    effort: Effort,
+) -> list[Candidate]:
+    """The same for an object of which this is known; `line` is what stands in its place in its line, and where."""
+    before, line_start = line
+    label = _leanable(known.by_label(label_number, _SAME_LABEL_LIMIT))
+    width = dtype.width
+    found = _most_alike([*_leanable([] if before is None else [before]), *label], sketch, 0, width)
     if not found:
-        found = _most_alike(known.by_elements(piece.length // width, _SAME_SIZE_LIMIT), sketch, _ALIKE, width)
+        same_size = _leanable(known.by_elements(length // width, _SAME_SIZE_LIMIT))
+        found = _most_alike(same_size, sketch, _ALIKE, width)
     has_copies = any(other.dtype.width < width for other in label)
     options: list[Candidate] = []
     # Where a sample shows no difference, the widest wins: a master is exact everywhere.
     for location in sorted(found, key=lambda one: -one.dtype.width)[:_MOST]:
-        start = line[1] if line is not None and location is before else 0
+        start = line_start if location is before else 0
         wider = location.dtype.width > width
         depth = _depth_after(location, effort, wider=wider, has_copies=has_copies)
         candidate = _climb(known, location, start, depth)
-        if candidate is not None and can_predict(piece.dtype, candidate.location.dtype):
+        if candidate is not None and can_predict(dtype, candidate.location.dtype):
             options.append(candidate)
     return options
 
@@ -170,6 +192,11 @@ def pick(
         if size < least:
             best, least = option, size
     return best
+
+
+def _leanable(locations: Sequence[Location]) -> list[Location]:
+    """Those that deltas may be made against: what is plain gets a base of its own later, which might be the delta."""
+    return [one for one in locations if not one.is_plain]
 
 
 def _most_alike(locations: Sequence[Location], sketch: bytes, least: int, width: int) -> list[Location]:

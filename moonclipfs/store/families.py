@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from moonclipfs import limits
 from moonclipfs.codec.sketch import similarity
+from moonclipfs.store.packs import PLAIN
 from moonclipfs.store.reachable import Choice, Flags, PackTable, Rows
 from moonclipfs.types import DType
 
@@ -55,12 +56,13 @@ def families(table: PackTable, choice: Choice, live: Flags, needed: Flags) -> li
         return []
     labels = table.entries["label"][choice.rows]
     groups = _group(table, choice, roots, labels, hanging)[roots]
-    others = present & needed & ~hangs & np.isin(labels, labels[hanging]) & (labels != 0)
+    plain = table.entries["generation"][choice.rows] == PLAIN
+    others = present & needed & ~hangs & ~plain & np.isin(labels, labels[hanging]) & (labels != 0)
     by_label = _split(np.flatnonzero(others), labels)
     found = []
     for numbers in _split(np.flatnonzero(present & (groups >= 0)), groups).values():
         mine = numbers[needed[numbers] & hangs[numbers]]
-        stands = [numbers[needed[numbers] & ~hangs[numbers]]]
+        stands = [numbers[needed[numbers] & ~hangs[numbers] & ~plain[numbers]]]
         stands += [by_label[label] for label in np.unique(labels[mine]).tolist() if label in by_label]
         standing = _most_alike(table, choice.rows, np.unique(np.concatenate(stands)), mine[-1])
         bearing = choice.rows[numbers[~needed[numbers]]]

@@ -260,7 +260,9 @@ class Index:
     # Queries
 
     def _candidates(self, connection: sqlite3.Connection, ids: set[ObjectId]) -> dict[ObjectId, list[Location]]:
-        """All locations of objects: damaged ones last, condemned ones before these, shorter chains first."""
+        """All locations of objects: damaged ones last, condemned ones before these, and plain ones before these;
+        shorter chains first.
+        """
         found: dict[ObjectId, list[Location]] = {}
         keys = [int.from_bytes(object_id[:8], "little", signed=True) for object_id in ids]
         for start in range(0, len(keys), _KEYS_AT_ONCE):
@@ -271,7 +273,9 @@ class Index:
                     found.setdefault(location.object_id, []).append(location)
         damaged = _damaged_among(connection, [one for locations in found.values() for one in locations])
         for locations in found.values():
-            locations.sort(key=lambda one: (_place(one) in damaged, one.pack in self._condemned, one.depth))
+            locations.sort(
+                key=lambda one: (_place(one) in damaged, one.pack in self._condemned, one.is_plain, one.depth)
+            )
         return found
 
     def _find(

@@ -2,9 +2,9 @@
 
 A delta saved late in a line has up to three links behind it. The newest snapshot of a line is the one that is read the
 most, so its objects are stored anew against the full encoding at the end of their chain, or in full where that is
-smaller, and gc takes what nothing needs after that. Snapshots do not change by this: an object is its bytes, however it
-is stored. So what a model gained or lost since, and who reads or saves meanwhile, here or in other processes, sees no
-difference.
+smaller, and gc takes what nothing needs after that. What was stored plain is encoded first (`tighten.py`). Snapshots do
+not change by this: an object is its bytes, however it is stored. So what a model gained or lost since, and who reads or
+saves meanwhile, here or in other processes, sees no difference.
 
 Nothing is deleted for a copy that was not proved: the old encoding is decoded and compared with its id before, the new
 one after it was written, from the disk. What does not decode is reported and left as it is. A new copy leans on a full
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from moonclipfs._codec import can_predict
 from moonclipfs.codec.choose import Base, encode
 from moonclipfs.errors import CorruptError, NotFoundError, UsageError
 from moonclipfs.store.audit import audit_all
+from moonclipfs.store.bases import NEAR, QUICK
 from moonclipfs.store.cores import usable_cores
 from moonclipfs.store.gc import GcReport, collect
 from moonclipfs.store.log import Names
@@ -37,6 +39,7 @@ from moonclipfs.store.replay import is_at_or_below
 from moonclipfs.store.retention import line_of
 from moonclipfs.store.store import Store
 from moonclipfs.store.survey import Survey
+from moonclipfs.store.tighten import Tightened, plain_objects, tighten
 from moonclipfs.types import NO_ID, Kind, ObjectId, Version
 
 LINKS = 1
@@ -85,12 +88,18 @@ def optimize(
     report.dry_run = dry_run
     if dry_run or store.lease is None:
         work.look()
+        report.objects += len(plain_objects(store, [*work.older(), *report.snapshots]))
         return report
+    encoded = work.encode_plain()
+    if encoded.objects:
+        report.gc = collect(store, wait_seconds=wait_seconds)
     while True:
         store.names()
         with store.lease.hold(store.log.names.sequence):
             tasks = work.look()
             if not tasks:
+                report.objects += encoded.objects
+                report.bytes += encoded.bytes
                 return report
             work.store_anew(tasks)
         report.gc = _added(report.gc, collect(store, wait_seconds=wait_seconds))
@@ -154,6 +163,25 @@ class _Work:
         if not self._tried:
             self.report.objects = len(tasks)
         return self._affordable(tasks)
+
+    def older(self) -> list[Version]:
+        """The versions that are optimized but for the newest: no links are counted there."""
+        newest = {(one.path, one.number) for one in newest_of_lines(self._store.names(), self._names)}
+        versions = () if self._names else self._store.names().all_versions()
+        return [one for one in versions if (one.path, one.number) not in newest]
+
+    def encode_plain(self) -> Tightened:
+        """Encode what was stored plain, the newest snapshots last."""
+        done = Tightened()
+        with ThreadPoolExecutor(self._threads, "optimize") as pool:
+            for versions, effort in (
+                (self.older(), QUICK),
+                (newest_of_lines(self._store.names(), self._names), NEAR),
+            ):
+                one = tighten(self._store, partial(plain_objects, self._store, versions), pool, effort)
+                done.objects += one.objects
+                done.bytes += one.bytes
+        return done
 
     def _affordable(self, tasks: list[_Task]) -> list[_Task]:
         """As many as copies may take room before anything that they replace is deleted; one at least."""

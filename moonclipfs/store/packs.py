@@ -29,6 +29,11 @@ _WHOLE_BYTES = 64 * limits.KIB
 """Up to this length, a record header and the bytes behind it come in one read."""
 _SCAN_BYTES = 1 * limits.MIB
 
+PLAIN = 255
+"""The generation of an object that is stored as it is, for now: nothing is to be stored against it before it is stored
+anew. See `tighten.py`.
+"""
+
 
 def pack_key(pack: str) -> str:
     """Key of the pack with this id (32 hexadecimal digits)."""
@@ -93,6 +98,11 @@ class Location:
             self.object_id, self.base, self.sketch, self.label, self.offset, self.encoded_length, self.raw_length,
             self.base_start, self.kind, self.dtype, self.depth, self.generation, check,
         )  # fmt: skip
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is stored as it is only until there is time to encode it."""
+        return self.generation == PLAIN
 
     def __str__(self) -> str:
         return f"object {self.object_id.hex()} in pack {self.pack} at byte {self.offset}"

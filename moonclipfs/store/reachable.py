@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store.packfile import ENTRY, RECORD_BYTES
-from moonclipfs.store.packs import Location, pack_of_key
+from moonclipfs.store.packs import PLAIN, Location, pack_of_key
 from moonclipfs.store.store import Store
 from moonclipfs.types import ID_BYTES, NO_ID, EntryType, Kind, ObjectId, Version
 
@@ -24,13 +24,15 @@ _ID = f"S{ID_BYTES}"
 _NO_BASE = -1
 _ABSENT = -2
 _ELSEWHERE = -3
+_PLAIN = 1 << 8
 _BORNE = 1 << 10
 _GOING = 1 << 20
 _CONDEMNED = 1 << 40
 _DAMAGED = 1 << 50
 _NEVER = 1 << 60
-"""Costs: of a base that nothing but deltas needs, of a copy in a pack that is about to go, in one that is condemned, of
-one that is known as damaged, and of what has no chain of bases to its end."""
+"""Costs: of a copy that is plain until it is stored anew, of a base that nothing but deltas needs, of a copy in a pack
+that is about to go, in one that is condemned, of one that is known as damaged, and of what has no chain of bases to its
+end."""
 
 Rows = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -247,13 +249,13 @@ class PackTable:
 
         `condemned` and `going` have a flag a pack: copies there, and what needs such ones, are chosen only when there
         is nothing else, condemned ones after these, and copies that are known as damaged last of all. Then bases that
-        are not `needed` themselves (a flag an object) are avoided. Otherwise the fewest bases decide, then the newest
-        pack.
+        are not `needed` themselves (a flag an object) are avoided, then plain copies. Otherwise the fewest bases
+        decide, then the newest pack.
         """
         # Two copies of an object may have different bases, and one of them may need the object itself by now. The
         # chosen copy of a base always costs less than what needs it, so the chosen ones never lead back.
         price = condemned * _CONDEMNED if going is None else condemned * _CONDEMNED + going * _GOING
-        own = price[self.pack] + self._damaged * _DAMAGED
+        own = price[self.pack] + self._damaged * _DAMAGED + (self.entries["generation"] == PLAIN) * _PLAIN
         cost = np.full(len(self._first), _NEVER, np.int64)
         each = np.zeros(0, np.int64)
         there = self._base >= 0

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from moonclipfs import limits
 from moonclipfs.codec.choose import Base, encode, predict
+from moonclipfs.codec.plain import encode_plain
 from moonclipfs.codec.sketch import NO_SKETCH
 from moonclipfs.errors import CorruptError, MissingObjectError
 from moonclipfs.store.backend import Backend
 from moonclipfs.store.bases import THOROUGH, Candidate, Effort, Known, pick
 from moonclipfs.store.index import Index
-from moonclipfs.store.packs import Location, PackReader, PackWriter
+from moonclipfs.store.packs import PLAIN, Location, PackReader, PackWriter
 from moonclipfs.store.reader import ObjectReader
 from moonclipfs.types import NO_ID, Buffer, DType, Kind, ObjectId, Source
 
@@ -158,6 +159,8 @@ class PackSink(_Seen):
         if self._index.suffers(object_id):
             # In full, and newer, it is chosen over the damaged copy even by a gc that does not know of the damage.
             hints = replace(hints, bases=())
+        if hints.effort.plain:
+            return self._put_plain(kind, raw, object_id, hints)
         choice, base = _choose(hints, raw, self._sample, self._whole)
         encoding = encode(raw, hints.dtype, [] if base is None else [base])
         delta = choice if encoding.base is not None else None
@@ -175,6 +178,20 @@ class PackSink(_Seen):
             label=hints.label,
             sketch=hints.sketch,
             generation=0 if delta is None else delta.generation,
+        )
+        self._fresh.add(location)
+        return location
+
+    def _put_plain(self, kind: Kind, raw: Buffer, object_id: ObjectId, hints: Hints) -> Location:
+        location = self._writer.add(
+            encode_plain(raw, hints.dtype),
+            object_id=object_id,
+            kind=kind,
+            raw_length=len(raw),
+            dtype=hints.dtype,
+            label=hints.label,
+            sketch=hints.sketch,
+            generation=PLAIN,
         )
         self._fresh.add(location)
         return location

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,21 @@ from moonclipfs.torch.sharing import Key, shared_tensors
 from moonclipfs.torch.statedict import Maker, Path, plain_name
 
 _LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load found: `state` has the state dict of each part that was not read straight into an object."""
+
+    id: str
+    step: int
+    metadata: Mapping[str, Any]
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def extra(self) -> Any:
+        """What was given as `extra`, None if nothing was."""
+        return self.state.get("extra")
 
 
 class Loading:

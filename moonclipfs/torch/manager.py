@@ -16,7 +16,8 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -36,7 +37,7 @@ from moonclipfs.torch.casting import CastRules
 from moonclipfs.torch.console import tell
 from moonclipfs.torch.dtypes import dtype_name
 from moonclipfs.torch.extrafiles import contents
-from moonclipfs.torch.loading import Loading
+from moonclipfs.torch.loading import Loaded, Loading
 from moonclipfs.torch.place import Place
 from moonclipfs.torch.profile import Profile, wanted
 from moonclipfs.torch.ranks import Ranks
@@ -44,6 +45,7 @@ from moonclipfs.torch.reading import read_all
 from moonclipfs.torch.saved import Saved
 from moonclipfs.torch.staging import HostBuffers
 from moonclipfs.torch.tidying import Tidying
+from moonclipfs.torch.tightening import Tightening
 from moonclipfs.torch.topology import topology
 from moonclipfs.torch.workers import Workers, thread_count
 from moonclipfs.types import Version
@@ -52,21 +54,6 @@ log = logging.getLogger(__name__)
 
 StateSource = Any
 """An object with `state_dict()` and `load_state_dict()`, or a dict."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a load found: `state` has the state dict of each part that was not read straight into an object."""
-
-    id: str
-    step: int
-    metadata: Mapping[str, Any]
-    state: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def extra(self) -> Any:
-        """What was given as `extra`, None if nothing was."""
-        return self.state.get("extra")
 
 
 class CheckpointManager:
@@ -108,6 +95,7 @@ class CheckpointManager:
         self._workers = Workers(thread_count())
         self._background = Background()
         self._tidying = Tidying(self._place)
+        self._tightening = Tightening(self._place, self.name, self._workers, self._tidying)
         self._buffers = HostBuffers()
         self._published: saving.Published | None = None
         self._told: set[str] = set()
@@ -191,13 +179,14 @@ class CheckpointManager:
         """
         path = self.save(step, model, optimizer, scheduler, scaler, extra, metadata, extra_files=extra_files)
         self.flush()
+        self._tightening.wait()
         report = optimize(self._place.store(), [path], wait_seconds=0)
         if report.problems:
             raise CorruptError(f"{path} is saved, but what it is stored against is damaged: {report.problems[0]}")
         return path
 
     def flush(self) -> None:
-        """Return when every save is durable on disk. Raises what one of them failed with."""
+        """Return when every save is durable on disk, if not yet small. Raises what one of them failed with."""
         self._wait()
         self._raise_failure()
 
@@ -214,9 +203,7 @@ class CheckpointManager:
         about: Mapping[str, Any],
     ) -> str:
         self._check_process()
-        if self._ranks is None:
-            return self._save_here(step, given, metadata, extra_files, about)
-        with self._ranks.preparing():
+        with self._tightening.paused(), nullcontext() if self._ranks is None else self._ranks.preparing():
             return self._save_here(step, given, metadata, extra_files, about)
 
     def _save_here(
@@ -247,9 +234,13 @@ class CheckpointManager:
         put = saving.store_job if self._ranks is None else partial(self._ranks.store_job, self._ranks.take_up())
 
         def run() -> None:
-            self._place.measure(profile)
-            published = self._published = put(store, job, self._workers, self._most_bytes)
-            self._place.measure(None)
+            with self._tightening.paused():
+                if self._ranks is None:
+                    job.effort = self._tightening.effort(job.size)
+                self._place.measure(profile)
+                published = self._published = put(store, job, self._workers, self._most_bytes)
+                self._place.measure(None)
+                self._tightening.saved(published.version, job.effort)
             if wanted():
                 profile.tell(runs.bytes_of(published.version), published.stored)
             if self._rules is not None and self._topology[1] == 0:
@@ -469,8 +460,12 @@ class CheckpointManager:
     # Ending
 
     def close(self) -> None:
-        """Wait for what is in flight, and close the store. Raises what a save failed with."""
+        """Wait for what is in flight, encode the last saves for half a minute at most, and close the store.
+
+        Raises what a save failed with.
+        """
         self._wait()
+        self._tightening.close()
         self._tidying.close()
         if self._ranks is not None:
             self._ranks.close()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moonclipfs.errors import CorruptError, NotFoundError
-from moonclipfs.store.bases import QUICK
+from moonclipfs.store.bases import QUICK, Effort
 from moonclipfs.store.filereader import FileReader
 from moonclipfs.store.kept import Kept
 from moonclipfs.store.publish import Ingest
@@ -51,6 +51,12 @@ class Job:
     profile: Profile
     after: Published | None = None
     """The save whose bytes are those of tensors that are `unchanged`."""
+    effort: Effort = QUICK
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(one.bytes.numel() for part in self.staged.values() for one in part.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ def capture(
 
 
 def store_job(store: Store, job: Job, pool: Executor, most_bytes: int) -> Published:
-    """Encode and publish a save; it is durable when this returns."""
+    """Store and publish a save; it is durable when this returns."""
     files, plain = files_of(job, most_bytes)
     with ingesting(store, job, pool) as ingest:
         writing = Writing(store, ingest, job)
@@ -97,10 +103,10 @@ def store_job(store: Store, job: Job, pool: Executor, most_bytes: int) -> Publis
 
 @contextmanager
 def ingesting(store: Store, job: Job, pool: Executor) -> Iterator[Ingest]:
-    """An ingest that works on a pool, as quickly as saves should, and is measured."""
+    """An ingest that works on a pool, as the save is to be stored, and is measured."""
     with store.ingest() as ingest:
         ingest.use_pool(pool)
-        ingest.effort = QUICK
+        ingest.effort = job.effort
         yield ingest
         job.profile.take_in(ingest)
 

@@ -36,10 +36,15 @@ class Tidying:
                 self._thread = threading.Thread(target=self._run, name="moonclipfs gc", daemon=False)
                 self._thread.start()
 
+    def wait(self) -> None:
+        """Return when no gc is at work."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
     def close(self) -> None:
         """Wait for a gc at work, and run one if it is due."""
-        if self._thread is not None:
-            self._thread.join()
+        self.wait()
         if self._due:
             self._run()
 

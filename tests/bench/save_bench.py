@@ -4,8 +4,10 @@
 
 A GPT is trained on the processor. After every few steps each contestant saves the state, one after the other and in
 another order each time, so that whatever else the machine does meets all of them. Of each save: how long the loop is
-held, and when it is durable. At the end: the bytes on disk, and how long the newest takes to load into a model. Peak
-memory is measured in a process for each contestant.
+held, when it is durable, and the time of the processor that it takes; what is left to be done in the background then is
+waited for, so that nobody pays for another. At the end: how long the newest takes to load into a model, both at once
+and when the contestant was closed and opened again; and the bytes on disk when all are closed. Peak memory is measured
+in a process for each contestant.
 """
 
 from __future__ import annotations
@@ -110,12 +112,18 @@ class Contestant:
     def flush(self) -> None:
         """Return when it is durable."""
 
+    def settle(self) -> None:
+        """Return when nothing is left to be done in the background."""
+
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """The newest into a model and an optimizer."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Let go of everything."""
+
+    def open_again(self) -> None:
+        """As another program would."""
 
 
 class TorchSave(Contestant):
@@ -177,6 +185,9 @@ class Moonclip(Contestant):
 
         self._manager: Any = CheckpointManager(str(place))
 
+    def open_again(self) -> None:
+        self.__init__(self.place)  # type: ignore[misc]
+
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._manager.save(step=step, model=model, optimizer=optimizer)
 
@@ -197,6 +208,13 @@ class Moonclipfs(Contestant):
         from moonclipfs import CheckpointManager
 
         self._manager = CheckpointManager(place / "store")
+
+    def open_again(self) -> None:
+        self.__init__(self.place)  # type: ignore[misc]
+
+    def settle(self) -> None:
+        self._manager._tightening.wait()
+        self._manager._tidying.wait()
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._manager.save(step, model, optimizer)
@@ -220,7 +238,9 @@ class Figures:
 
     held: list[float] = field(default_factory=list)
     durable: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
+    load_again: list[float] = field(default_factory=list)
     bytes: int = 0
     peak: float = 0.0
 
@@ -237,15 +257,23 @@ def bench(scenario: str, names: list[str], options: argparse.Namespace) -> dict[
         for number in range(options.saves):
             run.advance(options.steps)
             for name in rotated(names, number):
-                began = time.perf_counter()
+                began, cpu = time.perf_counter(), time.process_time()
                 contestants[name].save(number, run.model, run.optimizer)
                 held = time.perf_counter()
                 contestants[name].flush()
                 figures[name].held.append(held - began)
                 figures[name].durable.append(time.perf_counter() - began)
+                contestants[name].settle()
+                figures[name].cpu.append(time.process_time() - cpu)
         for number in range(options.loads):
             for name in rotated(names, number):
                 figures[name].load.append(load(contestants[name], scenario, run, options))
+        for name in names:
+            contestants[name].close()
+            contestants[name].open_again()
+        for number in range(options.loads):
+            for name in rotated(names, number):
+                figures[name].load_again.append(load(contestants[name], scenario, run, options))
         for name in names:
             contestants[name].close()
             figures[name].bytes = bytes_below(Path(scratch) / name)
@@ -316,11 +344,14 @@ def report(scenario: str, figures: Mapping[str, Figures], state_bytes: int) -> N
     rows = [
         [
             name, 1000 * statistics.median(one.held), 1000 * max(one.held), statistics.median(one.durable),
-            one.bytes / 1e6, statistics.median(one.load), one.peak,
+            statistics.median(one.cpu), one.bytes / 1e6, statistics.median(one.load),
+            statistics.median(one.load_again), one.peak,
         ]
         for name, one in figures.items()
     ]  # fmt: skip
-    print_table(("", "held ms", "at most", "durable s", "MB in all", "load s", "peak / state"), rows)
+    print_table(
+        ("", "held ms", "at most", "durable s", "cpu s", "MB in all", "load s", "load again s", "peak / state"), rows
+    )
     if "moonclip" not in figures or "moonclipfs" not in figures:
         return
     ours, theirs = figures["moonclipfs"], figures["moonclip"]
@@ -333,10 +364,14 @@ def report(scenario: str, figures: Mapping[str, Figures], state_bytes: int) -> N
         ["durable, of moonclip", share(lambda one: statistics.median(one.durable)), TARGETS["durable"]],
         ["bytes, of moonclip", share(lambda one: one.bytes), TARGETS["bytes"][scenario]],  # type: ignore[index]
         ["load, of moonclip", share(lambda one: statistics.median(one.load)), TARGETS["load"]],
+        ["load again, of moonclip", share(lambda one: statistics.median(one.load_again)), TARGETS["load"]],
     ]
     if "safetensors" in figures:
-        load_share = statistics.median(ours.load) / statistics.median(figures["safetensors"].load)
-        checks.append(["load, of safetensors", load_share, LOAD_OF_SAFETENSORS])
+        plain = figures["safetensors"]
+        now = statistics.median(ours.load) / statistics.median(plain.load)
+        again = statistics.median(ours.load_again) / statistics.median(plain.load_again)
+        checks.append(["load, of safetensors", now, LOAD_OF_SAFETENSORS])
+        checks.append(["load again, of safetensors", again, LOAD_OF_SAFETENSORS])
     if ours.peak:
         checks.append(["peak, of the state", ours.peak, PEAK])
     print()

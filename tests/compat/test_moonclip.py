@@ -5,6 +5,7 @@ The signatures are those of moonclip 0.3.1, taken with `inspect` from its wheel;
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import subprocess
@@ -55,6 +56,25 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         )
     },
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That class has no close: what its managers still do is waited for, before the store is removed."""
+    made: list[Manager] = []
+
+    class Kept(Manager):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            made.append(self)
+
+    monkeypatch.setattr("moonclipfs.compat.moonclip.Manager", Kept)
+    yield
+    for manager in made:
+        with contextlib.suppress(Exception):
+            manager.close()
+
+
 BY_NAME_ONLY = {
     "rollback_interval_steps": 10000, "max_rollback_snapshots": 3, "s3_bucket": None, "s3_region": "us-east-1",
     "s3_prefix": "", "s3_endpoint": None, "s3_access_key": None, "s3_secret_key": None, "s3_path_style": False,
