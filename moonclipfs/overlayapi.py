@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from moonclipfs.errors import UsageError
+from moonclipfs.errors import CorruptError, UsageError
 from moonclipfs.layers.layerpath import LayerPath
 from moonclipfs.overlayplaces import InStore, Place, base_spec, for_base, for_overlay, place_of
 
@@ -132,6 +132,9 @@ def overlay(where: Where, name: str | None = None) -> Overlay:
 
 
 def overlays(where: Where) -> list[Mapping[str, Any]]:
-    """The overlays of a mount or store, by the keys of `moonclipfs overlay list --json`."""
+    """The overlays of a mount or store, by the keys of `moonclipfs overlay list --json`. Raises CorruptError."""
     place, _ = place_of(where)
-    return [{**one, "path": place.path(one["name"])} for one in place.ask("overlay_list")["overlays"]]
+    answer = place.ask("overlay_list")
+    if answer["damaged"]:
+        raise CorruptError("; ".join(answer["damaged"]))
+    return [{**one, "path": place.path(one["name"])} for one in answer["overlays"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from moonclipfs.errors import UsageError
+from moonclipfs.errors import CorruptError, UsageError
 from moonclipfs.fuse.control import ask
 from moonclipfs.fuse.inside import Inside, inside_mount
 from moonclipfs.fuse.mounts import Mount, mount_at
@@ -83,7 +83,7 @@ class InStore:
     def ask(self, verb: str, /, **arguments: Any) -> Mapping[str, Any]:
         """Call a verb in this process; listing opens nothing, and works in a store that can only be read."""
         if verb == "overlay_list":
-            return {"overlays": listed(self.store)}
+            return listed(self.store)
         return verbs(self.overlays)[verb](arguments)
 
     def opened(self) -> list[Overlay]:
@@ -131,7 +131,10 @@ def for_overlay(place: InMount | InStore, name: str) -> InMount | InStore:
     """Where an overlay is asked for: in the mount that has it open, if it is seen here. Raises NotFoundError."""
     if isinstance(place, InMount):
         return place
-    info = find_overlay(place.store, name)
+    try:
+        info = find_overlay(place.store, name)
+    except CorruptError:
+        return place  # a damaged one can be discarded there, and whoever wants more of it is told
     holder = layer_holder(place.store / LAYERS / info.layer) or {}
     mountpoint = holder.get("mountpoint")
     mount = mount_at(mountpoint) if isinstance(mountpoint, str) and mountpoint else None

@@ -22,7 +22,7 @@ from moonclipfs.cli.overlaywords import (
 from moonclipfs.cli.target import complete_target, whole_store
 from moonclipfs.cli.values import size
 from moonclipfs.cli.wait import wait_for_mounts
-from moonclipfs.errors import UsageError
+from moonclipfs.errors import CorruptError, UsageError
 from moonclipfs.overlayplaces import InMount, InStore, base_spec, for_base
 from moonclipfs.store.alternates import make_private_store
 
@@ -141,6 +141,8 @@ def _tell_created(place: InMount | InStore, answer: dict[str, Any], as_json: boo
 def list_(where: str | None, as_json: bool) -> None:
     """List the overlays of a mount or store, and who has them open.
 
+    Exit code 5 when the description of one is damaged; the others are listed then, too.
+
     \b
     Examples:
       moonclipfs overlay list /mnt/ckpt
@@ -151,11 +153,14 @@ def list_(where: str | None, as_json: bool) -> None:
           holder {pid, host, mountpoint} or null, path (or null)
     """
     with one_place(where) as place:
-        found = place.ask("overlay_list")["overlays"]
+        answer = place.ask("overlay_list")
+        found = answer["overlays"]
         if as_json:
             emit_json([{**one, "path": place.path(one["name"])} for one in found])
         elif found:
             table(map(overlay_row, found), _HEADER)
+    if answer["damaged"]:
+        raise CorruptError("; ".join(answer["damaged"]))
 
 
 @command.command("status")

@@ -207,7 +207,7 @@ class Overlay:
         nothing was committed.
         """
         self.require_committable(allow)
-        path = check_path((name or self.name).strip("/"))
+        path = check_path((self.name if name is None else name).strip("/"))
         fields: dict[str, object] = {"automatic": False, "overlay": self.name, "base": self.info.base}
         with self.layer.lock:
             directories = [inode.number for inode in self.layer.state.own.values() if inode.is_directory]

@@ -233,6 +233,8 @@ class Overlays:
             except (NotFoundError, UsageError) as error:
                 missing = error
         elif name != text:
+            if "/" in name:
+                raise UsageError(f"{text} is a part of an overlay: only a whole one, @overlays/NAME, can be a base")
             return self.get(name).as_base()
         else:
             missing = NotFoundError(f"no {text} in {self.store.path}")
@@ -249,7 +251,9 @@ class Overlays:
         """The snapshot that an overlay stands on a version of, wherever it was moved."""
         info = overlay.info
         if info.base_path is None:
-            raise UsageError(f"overlay {overlay.name} stands on no snapshot: say which base it is to have")
+            raise UsageError(
+                f"overlay {overlay.name} stands on no snapshot: say onto which base it is to be put (--onto)"
+            )
         versions = self.store.names().all_versions()
         return next((one.path for one in versions if one.sequence == info.base_sequence), info.base_path)
 

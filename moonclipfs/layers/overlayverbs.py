@@ -16,7 +16,7 @@ from moonclipfs.layers.overlaydiff import layer_diff
 from moonclipfs.layers.overlays import Overlays
 from moonclipfs.store.layerdirs import DIRECTORY as LAYERS
 from moonclipfs.store.layerdirs import layer_holder
-from moonclipfs.store.overlaydirs import OverlayInfo, is_over, overlay_infos
+from moonclipfs.store.overlaydirs import OverlayInfo, intact_infos, is_over
 from moonclipfs.store.store import Store
 from moonclipfs.types import Version
 
@@ -65,8 +65,8 @@ class _Verbs:
         return info_json(overlay.store.path, overlay.info)
 
     def list(self, _: Json) -> Json:
-        """overlays: name, base, created_ns, quota, ephemeral, dry_run, owner, and holder, who has it open or None."""
-        return {"overlays": listed(self._overlays.store.path)}
+        """See `listed`."""
+        return listed(self._overlays.store.path)
 
     def status(self, arguments: Json) -> Json:
         """name. Answers with what `list` says of it, and what it has staged, stored and failed to store."""
@@ -131,9 +131,13 @@ class _Verbs:
         return self._overlays.get(argument(arguments, "name", str))
 
 
-def listed(store: Path) -> list[dict[str, Any]]:
-    """JSON values of the overlays of a store, but of ephemeral ones that nobody has. Raises CorruptError."""
-    return [info_json(store, info) for info in overlay_infos(store) if not is_over(store, info)]
+def listed(store: Path) -> Json:
+    """overlays: name, base, created_ns, quota, ephemeral, dry_run, owner, and holder, who has it open or None; of
+    ephemeral ones only those that somebody has. damaged: what is wrong with others, of which nothing else is known.
+    """
+    found, damaged = intact_infos(store)
+    there = [info_json(store, info) for info in found if not is_over(store, info)]
+    return {"overlays": there, "damaged": [str(error) for error in damaged]}
 
 
 def info_json(store: Path, info: OverlayInfo) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def layer_names(root: Path) -> list[str]:
 def check_layer_name(name: str) -> None:
     """Raise UsageError for what cannot be the name of a layer."""
     if not _NAME.fullmatch(name) or name in (".", ".."):
-        raise UsageError(f"{name!r} cannot name a layer: use letters, digits, dots, dashes and underscores")
+        raise UsageError(f"{name!r} cannot name a layer: use up to 200 letters, digits, dots, dashes and underscores")
 
 
 def make_layer(store: Store, name: str) -> tuple[Path, bytes]:

@@ -118,7 +118,7 @@ def check_overlay_name(name: str) -> None:
         check_layer_name(name)
     except UsageError:
         raise UsageError(
-            f"{name!r} cannot name an overlay: use letters, digits, dots, dashes and underscores"
+            f"{name!r} cannot name an overlay: use up to 200 letters, digits, dots, dashes and underscores"
         ) from None
     if name.startswith("."):
         raise UsageError(f"{name!r} cannot name an overlay: it begins with a dot")
@@ -139,11 +139,23 @@ def overlay_names(root: Path) -> list[str]:
 
 def overlay_infos(root: Path) -> list[OverlayInfo]:
     """All overlays of a store, by name. Raises CorruptError."""
-    found = []
-    for name in overlay_names(root):
-        with suppress(NotFoundError):  # discarded meanwhile
-            found.append(_read(Path(root), name))
+    found, damaged = intact_infos(root)
+    if damaged:
+        raise damaged[0]
     return found
+
+
+def intact_infos(root: Path) -> tuple[list[OverlayInfo], list[CorruptError]]:
+    """The overlays of a store whose descriptions can be read, by name, and what is wrong with the others."""
+    found, damaged = [], []
+    for name in overlay_names(root):
+        try:
+            found.append(_read(Path(root), name))
+        except CorruptError as error:
+            damaged.append(error)
+        except NotFoundError:
+            continue  # discarded meanwhile
+    return found, damaged
 
 
 def find_overlay(root: Path, name: str) -> OverlayInfo:

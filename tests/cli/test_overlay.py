@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,8 @@ def test_a_private_store_over_one_that_is_only_read(run: Run, filled: Path, tmp_
         (("rename", "STORE", "there", "there"), 4, "already"),
         (("discard", "STORE", "thre"), 3, "did you mean there"),
         (("rebase", "STORE", "there"), 2, "no snapshot"),
+        (("create", "STORE", "arm", "--base", "@overlays/there/sub"), 2, "part of an overlay"),
+        (("commit", "STORE", "there", "--as", ""), 2, "''"),
         (("list", "/nowhere"), 3, "no such store"),
         (("list",), 2, "no mount or store given"),
     ],
@@ -176,6 +179,22 @@ def test_who_holds_it_is_told(run: Run, filled: Path) -> None:
             assert found.code == 8 and f"process {os.getpid()}" in found.err
         listed = run("overlay", "list", filled).out
         assert f"in use by process {os.getpid()}" in listed
+
+
+def test_a_damaged_overlay_is_told_beside_the_others_and_can_be_discarded(
+    run: Run, filled: Path, expect_log: Callable[[str], None]
+) -> None:
+    for name in ("good", "spoilt"):
+        run("overlay", "create", filled, name)
+    (filled / "overlays" / "spoilt").write_bytes(b"garbage")
+    found = run("overlay", "list", filled)
+    assert found.code == 5 and "good" in found.out and "overlays/spoilt is damaged" in found.err
+    assert run("overlay", "commit", filled, "spoilt").code == 5
+    assert run("overlay", "discard", filled, "spoilt").code == 0
+    expect_log("nothing of overlays is cleared away: overlays/spoilt is damaged")
+    expect_log("overlay spoilt is discarded as it is")
+    found = run("overlay", "list", "--json", filled)
+    assert found.code == 0 and [one["name"] for one in found.json] == ["good"]
 
 
 def test_two_overlays_are_compared(run: Run, filled: Path) -> None:
