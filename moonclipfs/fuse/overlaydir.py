@@ -73,25 +73,21 @@ class OpenOverlays(Protocol):
         """Close some that nobody uses, if many are open."""
 
 
-class ServedNames(Served):
-    """The directory of overlays, as requests need it."""
+class ServedRoots(Served):
+    """The roots of overlays that were not open when the kernel was told of them, as requests need them.
+
+    Whoever goes there waits for room on threads of these alone: the kernel is asked to forget names of the directory
+    above for that, and does so between requests about these, which must find a thread.
+    """
 
     name_seconds = 0.0
     """Of what is not there, or not open here: other processes make and discard overlays too."""
 
-    def __init__(
-        self, overlays: OpenOverlays, live: Live, names: OverlayNames | None = None, place: bytes = OVERLAYS_NAME
-    ) -> None:
-        self.names = names or OverlayNames(overlays, live.layer)
-        super().__init__(cast("Layer", self.names), live.encoder, live.make_room, place)
-        self._overlays = overlays
+    def __init__(self, names: OverlayNames, live: Live, place: bytes) -> None:
+        super().__init__(cast("Layer", names), live.encoder, live.make_room, place)
+        self.names = names
         # An overlay may take long to be opened: no other request is to wait for a thread because of that.
         self.threads = trio.CapacityLimiter(limits.METADATA_THREADS)
-
-    @property
-    def attribute_seconds(self) -> float:
-        """Every path of an overlay leads through this directory."""
-        return limits.NAME_TIMEOUT_SECONDS
 
     @property
     def epoch(self) -> object:
@@ -103,18 +99,39 @@ class ServedNames(Served):
         """None."""
         return 0
 
+    def links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
+        """None that the kernel could be asked to forget for room: there are few."""
+        return []
+
+
+class ServedNames(ServedRoots):
+    """The directory of overlays, as requests need it."""
+
+    def __init__(
+        self, overlays: OpenOverlays, live: Live, names: OverlayNames | None = None, place: bytes = OVERLAYS_NAME
+    ) -> None:
+        super().__init__(names or OverlayNames(overlays, live.layer), live, place)
+        self._overlays = overlays
+        self._roots = ServedRoots(self.names, live, place)
+
+    @property
+    def attribute_seconds(self) -> float:
+        """Every path of an overlay leads through this directory."""
+        return limits.NAME_TIMEOUT_SECONDS
+
     @property
     def listed(self) -> Callable[..., list[tuple[Inode, Status] | None]]:
         """Opens no overlay: what a listing says of one that is not open holds for a moment only."""
         return self.names.listed
 
     def of(self, inode: Inode) -> Served:
-        """The overlay whose root an inode is."""
-        return self._overlays.by_root.get(inode.number, self)
-
-    def links(self, inode: Inode) -> list[tuple[Inode, bytes]]:
-        """None that the kernel could be asked to forget for room: there are few."""
-        return []
+        """The overlay whose root an inode is. One of a listing is none, also when the overlay was opened just then: it
+        shows nothing.
+        """
+        if inode is self.names.root:
+            return self
+        served = self._overlays.by_root.get(inode.number)
+        return served if served is not None and served.layer.root is inode else self._roots
 
 
 class OverlayNames:

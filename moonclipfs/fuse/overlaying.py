@@ -92,6 +92,8 @@ class MountedOverlays:
         self._crowded = trio.Event()
         """Many are open."""
         self._clearing = threading.Lock()
+        self._rounds = 0
+        """How often room was made."""
         overlays.on_change = self._has_changed
 
     # For requests: the kernel knows by itself what it has asked for
@@ -185,7 +187,11 @@ class MountedOverlays:
         """
         if len(self.by_name) <= limits.OVERLAYS_OPEN // 2:
             return
+        round_ = self._rounds
         with self._clearing:
+            if self._rounds != round_:
+                return  # somebody else has made what room there was meanwhile
+            self._rounds += 1
             idle = self._on_loop(self._unused)
             names = [os.fsencode(served.overlay.name) for served in idle]
             invalidate([(number, name) for number in (OVERLAYS_NUMBER, EXPERTS_OVERLAYS_NUMBER) for name in names])
