@@ -34,13 +34,14 @@ _IN_WORK = 4
 @dataclass(slots=True)
 class Tightened:
     """What was done: objects that were plain and are encoded now, the bytes of packs that they took and take; `left`
-    are those that are plain still.
+    are those that are plain still, `stopped` says that this is since `go_on` said so.
     """
 
     objects: int = 0
     bytes_before: int = 0
     bytes: int = 0
     left: int = 0
+    stopped: bool = False
 
 
 def plain_objects(store: Store, versions: Iterable[Version]) -> list[Location]:
@@ -99,6 +100,7 @@ class _Work:
         try:
             for location in found:
                 if not go_on():
+                    self._done.stopped = True
                     break
                 self._working.append((location, submit(self._pool, self._encode, location)))
                 if len(self._working) >= _IN_WORK:

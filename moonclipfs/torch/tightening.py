@@ -123,8 +123,12 @@ class Tightening:
         while (version := self._take()) is not None:
             store = self._place.for_saving()
             objects = partial(_plain_of, store, version)
+            effort = NEAR if version is newest else QUICK
             try:
-                done = tighten(store, objects, self._pool, NEAR if version is newest else QUICK, self._go_on)
+                # A save ends this, and it is begun anew after that: what keeps gc from deleting is held for moments.
+                done = tighten(store, objects, self._pool, effort, self._undisturbed)
+                if done.stopped:
+                    self._put_back(version)
                 self._tidying.dropped(int(done.objects > 0))
             except MoonclipError as error:
                 if is_store(self._place.path):
@@ -140,6 +144,16 @@ class Tightening:
             elif self._plain is not None:
                 self._plain.remove(version)
             return version
+
+    def _put_back(self, version: Version) -> None:
+        with self._changed:
+            if self._plain is not None:
+                self._plain.insert(0, version)
+
+    def _undisturbed(self) -> bool:
+        with self._changed:
+            self._look_for_end()
+            return not self._saving if self._until is None else time.monotonic() < self._until
 
     def _go_on(self) -> bool:
         """Wait for saves; False when it is time to end."""

@@ -143,7 +143,7 @@ def test_gc_alone_leaves_what_is_plain(store: Store) -> None:
 def test_a_run_that_is_told_to_stop_is_gone_on_with(store: Store, pool: ThreadPoolExecutor) -> None:
     version = save(store, 0)
     done = tighten(store, lambda: plain_objects(store, [version]), pool, QUICK, lambda: False)
-    assert done == Tightened(left=1)
+    assert done == Tightened(left=1, stopped=True)
     assert tightened(store, pool, version).objects == 1
     assert tightened(store, pool, version).objects == 0, "nothing is done twice"
 

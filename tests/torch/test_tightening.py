@@ -122,6 +122,28 @@ def test_while_saves_go_on_nothing_is_encoded_and_what_is_plain_is_bounded(tmp_p
         assert plain_steps(tmp_path / "s") == []
 
 
+def test_a_save_interrupts_the_encoding_which_holds_nothing_meanwhile_and_goes_on(tmp_path: Path) -> None:
+    tensors = {str(number): state(number)["w"] for number in range(8)}
+    with CheckpointManager(tmp_path / "s", "r") as manager:
+        seen: list[bool] = []
+        undisturbed = manager._tightening._undisturbed
+
+        def interrupted() -> bool:
+            seen.append(undisturbed())
+            return seen[-1] and len(seen) % 3 != 0  # as a save that begins and ends just then
+
+        manager._tightening._undisturbed = interrupted  # type: ignore[method-assign]
+        for step in range(2):
+            manager.save_raw(step, {name: tensor + step for name, tensor in tensors.items()})
+            manager.flush()
+        manager._tightening.wait()
+        manager._tidying.wait()
+        assert len(seen) > 8 and plain_steps(tmp_path / "s") == [1]
+        lease = manager._place.store().lease
+        assert lease is not None and not lease._holds
+    assert plain_steps(tmp_path / "s") == []
+
+
 def test_where_room_is_short_saves_are_encoded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PLAIN_DISK_SHARE", 1 << 60)
     with CheckpointManager(tmp_path / "s", "r") as manager:
