@@ -19,7 +19,7 @@ from functools import partial
 
 from moonclipfs import limits
 from moonclipfs.errors import CorruptError, MoonclipError
-from moonclipfs.store.bases import AT_ONCE, NEAR, QUICK, Effort
+from moonclipfs.store.bases import AT_ONCE, NEAR, QUICK, THOROUGH, Effort
 from moonclipfs.store.packs import Location
 from moonclipfs.store.store import Store
 from moonclipfs.store.target import is_store
@@ -123,7 +123,7 @@ class Tightening:
         while (version := self._take()) is not None:
             store = self._place.for_saving()
             objects = partial(_plain_of, store, version)
-            effort = NEAR if version is newest else QUICK
+            effort = NEAR if version is newest else THOROUGH
             try:
                 # A save ends this, and it is begun anew after that: what keeps gc from deleting is held for moments.
                 done = tighten(store, objects, self._pool, effort, self._undisturbed)
