@@ -296,8 +296,10 @@ class ContentLog:
                 self._sync_in_turn(inode, now)
             except MoonclipError as error:
                 failure = failure or error
-        self.commit()
-        self._layer.staging.close_deleted()
+        try:
+            self.commit()
+        finally:
+            self._layer.staging.close_deleted()  # on a full disk this makes the room that the journal lacks
         if failure is not None:
             raise failure
 

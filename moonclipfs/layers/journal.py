@@ -55,13 +55,14 @@ class Journal:
         layer_id: bytes = bytes(16),
         boot: bytes | None = None,
         reserve: bool = True,
+        borrow: Callable[[], bool] = lambda: False,
     ) -> None:
         """`before_commit` syncs what must be on the disk before the records so far are, and may append records.
 
         It is called by the thread that commits: without locks, again as long as it returns True (there was something
         to sync), and then once more under `lock`, right before the commit mark: so nothing comes in between. `lock`
-        is the layer's, under which all records are appended. Without a `reserve` nothing is preallocated: a full disk
-        takes nothing more. `boot` is for tests.
+        is the layer's, under which all records are appended. Without a `reserve` nothing is preallocated: on a full
+        disk `borrow` makes a little room, if it can, for what changes or removes. `boot` is for tests.
         """
         self.directory = directory
         self._ops = ops
@@ -70,6 +71,7 @@ class Journal:
         self._layer_id = layer_id
         self._boot = this_boot() if boot is None else boot
         self._reserve = reserve
+        self._borrow = borrow
         self._lock = threading.Lock()
         """Of all below; taken after the layer's lock."""
         self._fd = -1
@@ -168,6 +170,16 @@ class Journal:
         self._require_usable()
         frame = encode_frame(payload, self._end, self._header.salt)
         self._make_room(len(frame), spared)
+        try:
+            self._write(frame)
+        except NoSpaceError:
+            if spared or not self._borrow():
+                raise
+            self._write(frame)
+        self._end += len(frame)
+
+    def _write(self, frame: bytes) -> None:
+        """At the end, whole or not at all."""
         written = 0
         try:
             while written < len(frame):
@@ -176,7 +188,6 @@ class Journal:
             failure = from_os_error(error, f"write the journal {self.directory}")
             self._wipe(written if isinstance(failure, NoSpaceError) else len(frame))
             raise failure from error
-        self._end += len(frame)
 
     def _write_all(self, fd: int, data: Buffer, offset: int) -> None:
         view = memoryview(data)

@@ -30,6 +30,7 @@ from moonclipfs.layers.replay import Recovery, replay
 from moonclipfs.layers.staging import Staging
 from moonclipfs.layers.stagingplace import note_place
 from moonclipfs.layers.wholes import apply_whole, based_refs
+from moonclipfs.store import reserve
 from moonclipfs.store.backend import FileOps
 from moonclipfs.store.layerdirs import LayerLock, find_layer, make_layer
 from moonclipfs.store.log import Log
@@ -105,7 +106,7 @@ class Layer(Changes):
             layer.staging = Staging(place, staging_limit, ops)
             layer.journal = Journal(
                 directory / "journal", ops, lambda: layer._before_commit(), lock=layer.lock, layer_id=layer_id,
-                reserve=fixed is None,
+                reserve=fixed is None, borrow=lambda: fixed is not None and reserve.lend(store.path),
             )  # fmt: skip
             layer.files = Files(layer)
             if fixed is not None:

@@ -167,6 +167,34 @@ def test_a_full_disk_takes_no_data_but_lets_names_go(case: Case, monkeypatch: py
     assert case.read() == [*taken, data]
 
 
+def test_without_a_reserve_what_removes_borrows_room_and_nothing_else_does(case: Case) -> None:
+    ops, loans = FullOps(1 << 16), [0]
+
+    def borrow() -> bool:
+        loans[0] += 1
+        ops.free = int(loans[0] < 3)
+        return loans[0] < 3
+
+    journal = Journal(case.directory, ops, reserve=False, borrow=borrow, boot=BOOT)
+    case.open_ones.append(journal)
+    assert list(journal.replay()) == []
+    journal.append(make(6, b"name"))
+    gone = Remove(1, b"name", 0, 7)
+    for more in (make(7, b"new"), contents(6, b"data")):
+        ops.free = 0
+        with pytest.raises(NoSpaceError):
+            journal.append(more)
+    assert loans == [0]
+    for _ in range(2):
+        ops.free = 0
+        journal.append(gone)
+    assert loans == [2]
+    ops.free = 0
+    with pytest.raises(NoSpaceError):
+        journal.append(gone)
+    assert case.read() == [make(6, b"name"), gone, gone]
+
+
 def test_on_a_full_disk_a_journal_is_written_anew_in_the_place_of_its_reserve(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
