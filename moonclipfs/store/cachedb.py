@@ -6,6 +6,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 OWNER = "CREATE TABLE owner (tag TEXT NOT NULL)"
 """The table that every cache has beside those of its schema."""
 _WAIT_SECONDS = 60.0
+_POLL_SECONDS = 0.01
 _ATTEMPTS = 3
 _UNWRITABLE = frozenset(
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
@@ -96,8 +98,9 @@ class CacheDatabase:
         try:
             # The log of WAL lets readers go on beside a writer. NORMAL: a power cut may lose the last changes of the
             # cache, which are made again, and does not damage it.
+            _set_wal(connection)
             connection.executescript(
-                "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA cell_size_check = ON;"
+                "PRAGMA synchronous = NORMAL; PRAGMA cell_size_check = ON;"
                 "PRAGMA cache_size = -32768; PRAGMA temp_store = MEMORY;"
             )
             with transaction(connection):
@@ -138,6 +141,19 @@ class CacheDatabase:
         except OSError as failure:
             log.info("the index %s cannot be removed (%s): it goes on in memory", self.path, failure)
             self.path = None
+
+
+def _set_wal(connection: sqlite3.Connection) -> None:
+    """Where another process opens a new file at the same moment, this fails at once, whatever the timeout is."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in _BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_SECONDS)
 
 
 @contextmanager

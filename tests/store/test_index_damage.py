@@ -6,6 +6,7 @@ import logging
 import random
 import sqlite3
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moonclipfs.errors import BusyError, CorruptError, MissingObjectError
+from moonclipfs.store.cachedb import CacheDatabase
 from moonclipfs.store.packs import pack_key
 from tests.store.ground import Ground, name
 
@@ -192,3 +194,16 @@ def test_an_interrupted_rebuild_goes_on(ground: Ground, monkeypatch: pytest.Monk
     monkeypatch.undo()
     again = ground.index()
     assert len(list(again.iterate())) == 6 and ground.packs.footers == 3
+
+
+def test_several_may_open_a_new_index_at_the_same_moment(tmp_path: Path) -> None:
+    """SQLite fails at once then, whatever it was told to wait."""
+
+    def look(number: int) -> int:
+        database = CacheDatabase(tmp_path / str(number // 4), "", 1, "x", lambda connection: None)
+        found: int = database.run(lambda connection: connection.execute("SELECT count(*) FROM owner").fetchone()[0])
+        database.close()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(look, range(80))) == [1] * 80
