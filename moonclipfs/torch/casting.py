@@ -53,11 +53,11 @@ class Cast:
 class CastRules:
     """Which tensors are saved in which dtype: one for all, or by the first glob pattern that a name matches."""
 
-    def __init__(self, rules: str | Mapping[str, str] | None) -> None:
+    def __init__(self, rules: str | torch.dtype | Mapping[str, str | torch.dtype] | None) -> None:
         """Raises UsageError for a dtype or a pattern that makes no sense."""
         if rules is None:
             rules = {}
-        elif isinstance(rules, str):
+        elif isinstance(rules, (str, torch.dtype)):
             rules = {"*": rules}
         elif not isinstance(rules, Mapping) or not rules:
             raise UsageError(f"save_dtype is {rules!r}: give a dtype, or a dict of glob patterns and dtypes")
@@ -90,6 +90,7 @@ def _target(pattern: object, word: object) -> torch.dtype | None:
         raise UsageError(f"save_dtype: {pattern!r} is no pattern: give a glob as `*.weight`")
     if word == KEEP:
         return None
+    word = str(word) if isinstance(word, torch.dtype) else word
     name = _NAMES.get(word.removeprefix("torch.")) if isinstance(word, str) else None
     if name is None:
         known = ", ".join(sorted({*_NAMES, KEEP}))

@@ -11,7 +11,9 @@ from moonclipfs.torch import parts
 
 
 def contents(files: Mapping[str, str | bytes | os.PathLike[str]]) -> dict[str, bytes]:
-    """The bytes of extra files by name. Raises UsageError for a name that a part or the store has."""
+    """The bytes of extra files by name. Raises UsageError for a name that a part or the store has,
+    and for a file that cannot be read.
+    """
     found = {}
     for name, content in files.items():
         taken = name == parts.STATE_FILE or name.partition(".")[2].startswith("safetensors")
@@ -22,5 +24,12 @@ def contents(files: Mapping[str, str | bytes | os.PathLike[str]]) -> dict[str, b
         elif isinstance(content, str):
             found[name] = content.encode()
         else:
-            found[name] = Path(content).read_bytes()
+            found[name] = _read(name, content)
     return found
+
+
+def _read(name: str, path: os.PathLike[str]) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"extra_files: {name!r} cannot be read from {path}: {error.strerror}") from error

@@ -67,14 +67,24 @@ def take(given: Mapping[str, Any], *, allow_pickle: bool) -> dict[str, Part]:
 
 
 def state_of(value: Any, part: str) -> Any:
-    """The state dict of an object, or the value itself where it is a dict. Raises UsageError for anything else."""
+    """The state dict of an object, or the value itself where it is a dict. Raises UsageError for anything else, and
+    for a lazy module that has never run.
+    """
     if isinstance(value, Mapping):
         return value if isinstance(value, dict) else dict(value)
     if hasattr(value, "state_dict"):
+        _check_materialized(value, part)
         return value.state_dict()
     if part == "extra":
         return value
     raise UsageError(f"{part} is a {type(value).__qualname__}: give an object with state_dict(), or a dict")
+
+
+def _check_materialized(value: Any, part: str) -> None:
+    if isinstance(value, torch.nn.Module):
+        for name, one in (*value.named_parameters(), *value.named_buffers()):
+            if torch.nn.parameter.is_lazy(one):
+                raise UsageError(f"{part}: {name} has no shape yet: run the model once before it is saved or loaded")
 
 
 def parameter_names(model: Any, optimizer: Any) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moonclipfs.errors import NotFoundError
+from moonclipfs.errors import NotFoundError, UsageError
 from moonclipfs.store.log import Names, parse_spec
 from moonclipfs.store.retention import metric_of, step_of
 from moonclipfs.types import Version
@@ -55,9 +56,23 @@ def saved_versions(names: Names, run: str) -> list[Version]:
     return sorted(found, key=lambda version: version.order)
 
 
+def checked_step(step: Any) -> int:
+    """A step as a plain number, also where it is one of NumPy or torch. Raises UsageError."""
+    try:
+        found = None if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        found = None
+    if found is None:
+        raise UsageError(f"step {step!r} is a {type(step).__qualname__}: a step is a whole number")
+    if found < 0:
+        raise UsageError(f"step {found}: a step is 0 or more")
+    return found
+
+
 def find(names: Names, run: str, wanted: int | str) -> Version:
-    """The version that a step, NAME, RUN/NAME or one of these with @N means. Raises NotFoundError."""
-    if isinstance(wanted, int):
+    """The version that a step, NAME, RUN/NAME or one of these with @N means. Raises NotFoundError, UsageError."""
+    if not isinstance(wanted, str):
+        wanted = checked_step(wanted)
         steps = [version for version in saved_versions(names, run) if step_of(version) == wanted]
         if steps:
             return steps[-1]

@@ -13,6 +13,9 @@ a list, a dict with text keys none of which begins with `$`. Anything else is an
     {"$": "dict" | "odict", "v": [[key, value], ...]}   "m": the `_metadata` that torch puts on a module's state dict
     {"$": "dtype" | "device", "v": ...}
     {"$": "pickle", "v": ...}       base64; only with allow_pickle=True
+
+Of what is derived from a plain type only the value is kept: a defaultdict or a Counter comes back as a dict, an IntEnum
+as an int, a bytearray as bytes.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from moonclipfs.torch.sharded import describe_sharding, local_of
 Path = tuple[object, ...]
 Namer = Callable[[Path], str]
 _DEPTH = 200
+_SHOWN = 20
+"""Keys of a path that a message shows."""
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
 
 
@@ -91,7 +96,8 @@ class Taker:
 
     def where(self, path: Path) -> str:
         """How messages name a place: `extra["args"]["seed"]`."""
-        return self._part + "".join(f"[{key!r}]" for key in path)
+        shown = path if len(path) <= _SHOWN else path[:_SHOWN]
+        return self._part + "".join(f"[{key!r}]" for key in shown) + ("..." if len(shown) < len(path) else "")
 
     def _container(self, value: Any, path: Path) -> Any:
         if id(value) in self._above or len(path) > _DEPTH:
@@ -165,9 +171,12 @@ class Taker:
     def _odd(self, value: object, path: Path) -> Any:
         if self._allow_pickle:
             return {"$": "pickle", "v": base64.b64encode(pickled.dump(value, self.where(path))).decode("ascii")}
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if isinstance(value, (np.ndarray, np.generic)):
+            kind += f" of {value.dtype}"  # there are arrays that are kept
         raise UsageError(
-            f"{self.where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept: give "
-            "tensors, arrays, numbers, text, bytes and containers of these, or set allow_pickle=True"
+            f"{self.where(path)} is a {kind}, which cannot be kept: give tensors, arrays of numbers, numbers, text, "
+            "bytes and containers of these, or set allow_pickle=True"
         )
 
 
