@@ -73,13 +73,15 @@ class WorkerProcess:
         except BaseException:
             self.stop()
             raise
+        finally:
+            del ready  # see `ask`
 
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises the error that it answers, WorkerDiedError, LimitError."""
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             if self.death is not None:
-                raise self.death
+                raise WorkerDiedError(str(self.death))
             number, self._next = self._next, self._next + 1
             self._open[number] = answer
         try:
@@ -146,7 +148,7 @@ class WorkerProcess:
             self.death = WorkerDiedError(f"the encoder process {_how(code)}{self._last_words()}")
             waiting, self._open = list(self._open.values()), {}
         for answer in waiting:
-            answer.set_exception(self.death)
+            answer.set_exception(WorkerDiedError(str(self.death)))  # of each its own: one that is kept keeps frames
 
     def _last_words(self) -> str:
         size = os.fstat(self._said.fileno()).st_size

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +175,31 @@ def test_what_the_process_says_when_it_fails_is_told(
     monkeypatch.setattr("moonclipfs.layers.workerprocess._MAIN", main)
     with pytest.raises(WorkerDiedError, match="ended with code 1: no such luck"):
         WorkerProcess(store.path, "encoder of a test")
+
+
+def test_the_error_of_a_process_that_does_not_start_holds_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the callers hold, as staged files that were deleted since, is let go at once: on a full disk it matters."""
+
+    class Held:
+        pass
+
+    def start() -> weakref.ref[Held]:
+        held = Held()
+        with suppress(WorkerDiedError):
+            WorkerProcess(store.path, "encoder of a test")
+        return weakref.ref(held)
+
+    main = tmp_path / "broken.py"
+    main.write_text("raise SystemExit(1)")
+    monkeypatch.setattr("moonclipfs.layers.workerprocess._MAIN", main)
+    gc.disable()
+    try:
+        held = start()
+        wait_for(lambda: held() is None, 5)
+    finally:
+        gc.enable()
 
 
 SAYING = """
