@@ -11,7 +11,7 @@ from moonclipfs.store import reserve
 from moonclipfs.store.gc import GcReport, collect, preview
 from moonclipfs.store.log import Names
 from moonclipfs.store.overlaydirs import pinned_versions
-from moonclipfs.store.retention import Key, Plan, Rules, plan
+from moonclipfs.store.retention import Key, Plan, Rules, line_of, plan
 from moonclipfs.store.store import Store
 from moonclipfs.store.survey import Survey
 from moonclipfs.types import Version
@@ -56,16 +56,21 @@ def held(store: Store) -> dict[Key, list[str]]:
 def retain(store: Store, rules: Rules) -> Plan:
     """Forget what `rules` do not keep, in one record, decided from the names that it follows; gc is left to others.
 
+    Here `rules.names` are runs: what lies right under one of them is looked at, and nothing further below, which is
+    another run's. Rules that say of nothing how much of it is to stay drop nothing.
+
     So of several processes each sees what another saved, pinned or forgot meanwhile. Raises as `retention.plan` does,
     and what `Log.append` raises.
     """
-    decided = plan(store.names(), rules, held(store))
+    if not rules.has_keep_rule:
+        return Plan(())
+    decided = _of_runs(plan(store.names(), rules, held(store)), rules)
     if not decided.drop:
         return decided
 
     def body(names: Names) -> Mapping[str, object]:
         nonlocal decided
-        decided = plan(names, rules, held(store))
+        decided = _of_runs(plan(names, rules, held(store)), rules)
         if not decided.drop:
             raise _NothingLeftError
         return {"versions": [(one.path, one.number) for one in decided.drop], "time_ns": time.time_ns()}
@@ -75,6 +80,13 @@ def retain(store: Store, rules: Rules) -> Plan:
     except _NothingLeftError:
         pass  # another process was faster
     return decided
+
+
+def _of_runs(decided: Plan, rules: Rules) -> Plan:
+    """The part of a plan that is about the runs that `rules` name."""
+    if not rules.names:
+        return decided
+    return Plan(tuple(one for one in decided.decisions if line_of(one.version.path) in rules.names))
 
 
 class _NothingLeftError(Exception):

@@ -50,6 +50,10 @@ class Rules:
     names: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raises UsageError for what is no number of snapshots, and for half a rule."""
+        _check_numbers(self)
+
     @property
     def has_keep_rule(self) -> bool:
         """True when rules choose among the snapshots, rather than `names` alone."""
@@ -112,10 +116,11 @@ def plan(names: Names, rules: Rules, held: Mapping[Key, Sequence[str]] | None = 
     """Decide for every version in reach of `rules` whether it stays.
 
     `held` are versions, by path and number, that something beside the log and the rules needs, and why: they stay as
-    pinned ones do. Raises UsageError for a number below 1, for rules and names that say nothing, and for an explicit
-    name that is pinned; NotFoundError for a name or a pin that no version has.
+    pinned ones do. Raises UsageError for rules and names that say nothing, and for an explicit name that is pinned;
+    NotFoundError for a name or a pin that no version has.
     """
-    _check(rules)
+    if not rules.names and not rules.has_keep_rule:
+        raise UsageError("nothing to forget: give names, or --keep-last, --keep-every, --keep-best or --keep-total")
     versions = sorted(names.all_versions(), key=lambda version: version.order)
     _check_names(versions, rules)
     pinned = _select(versions, rules.pinned)
@@ -132,22 +137,21 @@ def plan(names: Names, rules: Rules, held: Mapping[Key, Sequence[str]] | None = 
     )
 
 
-def _check(rules: Rules) -> None:
-    for option, value in (
-        ("--keep-last", rules.keep_last),
-        ("--keep-every", rules.keep_every),
-        ("--keep-total", rules.keep_total),
-        ("--keep-versions", rules.keep_versions),
+def _check_numbers(rules: Rules) -> None:
+    for option, value, least in (
+        ("--keep-last", rules.keep_last, 1),
+        ("--keep-every", rules.keep_every, 1),
+        ("--keep-total", rules.keep_total, 1),
+        ("--keep-versions", rules.keep_versions, 1),
+        ("--keep-every-last", rules.keep_every_last, 0),
+        ("--keep-best", rules.keep_best, 0),
     ):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: must be 1 or more; to remove everything, name it")
-    for option, value in (("--keep-every-last", rules.keep_every_last), ("--keep-best", rules.keep_best)):
-        if value is not None and value < 0:
-            raise UsageError(f"{option} {value}: must be 0 or more")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise UsageError(f"{option} {value!r}: must be a whole number")
+        if value is not None and value < least:
+            raise UsageError(f"{option} {value}: must be {least} or more" + ("; to remove everything, name it" * least))
     if rules.keep_every_last is not None and rules.keep_every is None:
         raise UsageError("--keep-every-last says how many of --keep-every stay: give that, too")
-    if not rules.names and not rules.has_keep_rule:
-        raise UsageError("nothing to forget: give names, or --keep-last, --keep-every, --keep-best or --keep-total")
 
 
 def _check_names(versions: Sequence[Version], rules: Rules) -> None:

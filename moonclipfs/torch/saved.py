@@ -76,6 +76,12 @@ class Saved:
         found: Mapping[str, Any] = self.state["parts"]
         return found
 
+    @property
+    def whole_parts(self) -> list[str]:
+        """The parts of which nothing was dropped by thinning."""
+        gone = set(thinned_of(self.version))
+        return [part for part, about in self.parts.items() if not gone & set(about["files"])]
+
     def tree(self, part: str) -> Any:
         """The structure of a part. Raises NotFoundError."""
         return self._part(part)["tree"]
@@ -124,12 +130,15 @@ class Saved:
         part, colon, inner = name.partition(":")
         if colon and part in self.parts and inner in self.tensors(part):
             return self.tensors(part)[inner]
-        having = [part for part in self.parts if name in self.tensors(part)]
+        having = [part for part in self.whole_parts if name in self.tensors(part)]
         if not having:
-            known = [one for part in self.parts for one in self.tensors(part)]
+            known = [one for part in self.whole_parts for one in self.tensors(part)]
             close = close_names(name, known)
+            gone = thinned_of(self.version)
             raise NotFoundError(
-                f"no tensor {name} in {self.id}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+                f"no tensor {name} in {self.id}"
+                + (f"; did you mean {' or '.join(close)}?" if close else "")
+                + (f"; it was thinned, and {', '.join(gone)} is gone" if gone else "")
             )
         if len(having) > 1:
             raise UsageError(f"tensor {name} is in {' and '.join(having)} of {self.id}: say {having[0]}:{name}")
