@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import random
 import shutil
 import signal
 import stat
@@ -34,6 +35,7 @@ from tests.fuse.conftest import (
     patched_server,
 )
 from tests.layers.publish import File, publish
+from tests.layers.sealkit import put
 
 MIB = 1 << 20
 
@@ -633,6 +635,36 @@ def test_of_more_overlays_than_may_be_open_those_that_nobody_uses_are_closed(
         used.close()
         assert (paths[0] / "f").read_bytes() == b"used still"
         assert len(ask(str(mounted.path), "status")["overlays"]) <= 16
+
+
+def test_more_overlays_than_may_be_open_are_used_at_once(store: Store, tmp_path: Path, fuse: None) -> None:
+    """Closing some for others makes nobody wait for ever, and shows nobody an overlay that is empty."""
+    for number in range(24):
+        with Overlay.create(store, f"o{number}", _nothing()) as overlay:
+            put(overlay.layer, "f", b"%d" % number)
+    patch = "from moonclipfs import limits\nlimits.OVERLAYS_OPEN = 16"
+    with patched_server(store.path, tmp_path / "mnt", patch, read_only=False) as mounted:
+        top, until, odd = mounted.path / "@overlays", time.monotonic() + 3, []
+
+        def use(seed: int) -> None:
+            rng = random.Random(seed)
+            while time.monotonic() < until:
+                path = top / f"o{rng.randrange(24)}"
+                try:
+                    if rng.randrange(3):
+                        assert (path / "f").read_bytes() == os.fsencode(path.name[1:])
+                    else:
+                        assert os.listdir(path) == ["f"] and len(list(os.scandir(top))) == 24
+                except (OSError, AssertionError) as error:
+                    if getattr(error, "errno", 0) != errno.ESTALE:  # more are wanted at once than may be open
+                        odd.append(error)
+
+        threads = [threading.Thread(target=use, args=(seed,), daemon=True) for seed in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until + 20 - time.monotonic()))
+        assert not any(thread.is_alive() for thread in threads) and odd == []
 
 
 def test_an_overlay_that_takes_long_to_open_is_waited_for_by_nobody_else(
