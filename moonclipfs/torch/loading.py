@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moonclipfs.errors import CorruptError, UsageError
+from moonclipfs.torch.fitting import check_optimizer
 from moonclipfs.torch.parts import state_of, unwrapped
 from moonclipfs.torch.reading import read_all
 from moonclipfs.torch.saved import Saved, SavedTensor
@@ -120,6 +121,7 @@ class Loading:
         self._parameters = [one for group in getattr(target, "param_groups", ()) for one in group["params"]]
         state = self.plan_state(part, target.state_dict())
         self._parameters = []
+        check_optimizer(self._saved.id, target, state)
         return lambda: target.load_state_dict(state)
 
     def _plan_model(self, model: Any) -> Callable[[], object]:

@@ -65,7 +65,7 @@ class CheckpointManager:
         name: str = "run",
         *,
         retention: Rules | None = None,
-        save_dtype: str | Mapping[str, str] | None = None,
+        save_dtype: str | torch.dtype | Mapping[str, str | torch.dtype] | None = None,
         async_save: bool = True,
         allow_pickle: bool = False,
         max_shard_bytes: int = limits.SHARD_BYTES,
@@ -100,6 +100,7 @@ class CheckpointManager:
         self._published: saving.Published | None = None
         self._told: set[str] = set()
         self._pid = os.getpid()
+        self._closed = False
 
     # Saving
 
@@ -203,6 +204,8 @@ class CheckpointManager:
         about: Mapping[str, Any],
     ) -> str:
         self._check_process()
+        if self._closed:
+            raise UsageError("this CheckpointManager is closed: make another one to save with")
         with self._tightening.paused(), nullcontext() if self._ranks is None else self._ranks.preparing():
             return self._save_here(step, given, metadata, extra_files, about)
 
@@ -214,8 +217,7 @@ class CheckpointManager:
         extra_files: Mapping[str, str | bytes | os.PathLike[str]] | None,
         about: Mapping[str, Any],
     ) -> str:
-        if step < 0:
-            raise UsageError(f"step {step}: a step is 0 or more")
+        step = runs.checked_step(step)
         taken = parts.take(given, allow_pickle=self._allow_pickle)
         files = contents(extra_files or {})
         self._tell_unmatched(taken)
@@ -465,6 +467,7 @@ class CheckpointManager:
         Raises what a save failed with.
         """
         self._wait()
+        self._closed = True
         self._tightening.close()
         self._tidying.close()
         if self._ranks is not None:

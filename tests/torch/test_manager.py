@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -166,3 +167,36 @@ def test_rules_of_a_manager_are_for_its_run_alone(manager: CheckpointManager, tm
         assert [info.step for info in other.list_snapshots()] == [3]
         assert same(other.load_latest().state["model"], tensors)
     assert [info.step for info in manager.list_snapshots()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)])
+def test_a_step_of_numpy_or_torch_is_a_step(manager: CheckpointManager, step: int) -> None:
+    assert manager.save_raw(step, {"a": torch.ones(1)}) == "run1/step-000007"
+    manager.flush()
+    assert manager.load_latest().step == 7
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "5", None, True])
+def test_what_is_no_step_is_told_at_once(manager: CheckpointManager, step: int) -> None:
+    with pytest.raises(UsageError, match="step"):
+        manager.save_raw(step, {"a": torch.ones(1)})
+
+
+def test_a_closed_manager_saves_nothing_and_says_so(manager: CheckpointManager) -> None:
+    manager.save_raw(1, {"a": torch.ones(1)})
+    manager.close()
+    with pytest.raises(UsageError, match="is closed"):
+        manager.save_raw(2, {"a": torch.ones(1)})
+
+
+def test_an_optimizer_that_does_not_fit_is_told_before_anything_is_changed(manager: CheckpointManager) -> None:
+    module = model()
+    optimizer = adam(module)
+    train(module, optimizer)
+    manager.save(1, module, optimizer)
+    other = model(1)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    for unfit in (adam(torch.nn.Linear(2, 2)), torch.optim.SGD(other.parameters(), 0.1, momentum=0.9)):
+        with pytest.raises(UsageError, match="does not fit the optimizer"):
+            manager.resume(other, unfit)
+        assert same(dict(other.state_dict()), before)
