@@ -94,6 +94,8 @@ class FileOperations(Operations):
         self._last_handle = LIVE_BIT
         self._writers = trio.CapacityLimiter(limits.WRITE_THREADS)
         self._syncers = trio.CapacityLimiter(limits.SYNC_THREADS)
+        self._tellers = trio.CapacityLimiter(limits.METADATA_THREADS)
+        """Those of who tells the kernel something, which may wait for a directory whose holder waits for `_threads`."""
 
     def init(self) -> None:
         """Told by pyfuse3 when the kernel has greeted: requests come from here on."""
@@ -243,7 +245,7 @@ class FileOperations(Operations):
         names = [(number, name) for number, name in names if number in self.layers.known]
         files = [number for number in files if number in self.layers.known]
         if names or files:
-            await trio.to_thread.run_sync(invalidate, names, files, limiter=self._threads)
+            await trio.to_thread.run_sync(invalidate, names, files, limiter=self._tellers)
 
     async def _write(self, served: Served, write: Callable[[], int], length: int) -> int:
         """At once when that is likely to be quick, else on a thread."""
