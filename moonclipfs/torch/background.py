@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ class Background:
 
     def __init__(self) -> None:
         self._done = threading.Condition()
-        self._running = False
+        self._running: _Task | None = None
         self._failure: BaseException | None = None
         self.last_wait = 0.0
         """Seconds that the last save waited, as who waits notes it."""
@@ -30,17 +31,25 @@ class Background:
         """Return when nothing is in flight: the seconds that took."""
         began = time.perf_counter()
         with self._done:
-            self._done.wait_for(lambda: not self._running)
+            self._done.wait_for(lambda: self._running is None)
         return time.perf_counter() - began
 
     def start(self, job: Callable[[], None], name: str) -> None:
-        """Begin a job; nothing is in flight."""
-        with self._done:
-            self._running = True
+        """Begin a job; nothing is in flight.
+
+        Interrupted (Ctrl-C) while its thread starts, the job either runs, and is in flight, or never will: so nobody
+        reuses its memory under it.
+        """
+        task = _Task(job, name)
         try:
-            threading.Thread(target=self._run, args=(job, name), name=f"moonclipfs {name}", daemon=False).start()
+            with self._done:
+                self._running = task
+            threading.Thread(target=self._run, args=(task,), name=f"moonclipfs {name}", daemon=False).start()
         except BaseException:
-            self._end(None)
+            with self._done:
+                if not task.begun and self._running is task:
+                    self._running = None
+                    self._done.notify_all()
             raise
 
     def failure(self) -> BaseException | None:
@@ -49,22 +58,32 @@ class Background:
             failure, self._failure = self._failure, None
         return failure
 
-    def _run(self, job: Callable[[], None], name: str) -> None:
+    def _run(self, task: _Task) -> None:
+        with self._done:
+            if self._running is not task:
+                return  # given up before it began
+            task.begun = True
         failure: BaseException | None = None
         try:
-            job()
+            task.job()
         except BaseException as error:
             failure = error
             if self._failure is not None:
-                log.error("%s failed after another failure: %s", name, error)
+                log.error("%s failed after another failure: %s", task.name, error)
         finally:
-            self._end(failure)
+            with self._done:
+                self._running = None
+                self._failure = self._failure or failure
+                self._done.notify_all()
 
-    def _end(self, failure: BaseException | None) -> None:
-        with self._done:
-            self._running = False
-            self._failure = self._failure or failure
-            self._done.notify_all()
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One job: `begun` once its thread is at it."""
+
+    job: Callable[[], None]
+    name: str
+    begun: bool = False
 
 
 def _tell(background: weakref.ref[Background]) -> None:

@@ -35,10 +35,11 @@ _SCALED = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _FP16_OVERFLOW = 65520.0
 _PART = 1 << 20
 """Elements looked at together."""
-_NAN = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float8_e4m3fn: 0x7F,
-        torch.float8_e5m2: 0x7F}  # fmt: skip
+_NAN = {torch.float64: 0x7FF8 << 48, torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00,
+        torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}  # fmt: skip
 """The positive NaN that stands for any."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGNED = {**_WORDS, 1: torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,18 @@ def cast(values: torch.Tensor, how: Cast) -> torch.Tensor:
     if scaled.dtype is torch.float64 and how.dtype is not torch.float32:
         scaled = _rounded_to_odd(scaled)
     narrow = scaled.to(how.dtype)
+    _mark_nan(values, narrow)
+    return narrow
+
+
+def _mark_nan(values: torch.Tensor, made: torch.Tensor) -> None:
+    """Where `values` are NaN, make what was `made` of them the NaN of the same sign: torch may drop it, in fp16 say."""
     nan = torch.isnan(values)
     if bool(nan.any()):
-        words = narrow.view(_WORDS[how.dtype.itemsize])
-        sign = torch.signbit(values)
-        words[nan & ~sign] = _NAN[how.dtype]
-        words[nan & sign] = _negative(_NAN[how.dtype], how.dtype.itemsize)
-    return narrow
+        words = made.view(_WORDS[made.dtype.itemsize])
+        sign = values.view(_SIGNED[values.dtype.itemsize]) < 0
+        words[nan & ~sign] = _NAN[made.dtype]
+        words[nan & sign] = _negative(_NAN[made.dtype], made.dtype.itemsize)
 
 
 def _negative(word: int, size: int) -> int:
@@ -171,7 +177,9 @@ def _scaled(values: torch.Tensor, exponent: int) -> torch.Tensor:
 def restored(values: torch.Tensor, how: Cast) -> torch.Tensor:
     """Cast values in the dtype that they had: what was lost by rounding stays lost."""
     wide = torch.float64 if how.source is torch.float64 else torch.float32
-    return _scaled(values.to(wide), -how.exponent).to(how.source)
+    made = _scaled(values.to(wide), -how.exponent).to(how.source)
+    _mark_nan(values, made)
+    return made
 
 
 class CastReader:

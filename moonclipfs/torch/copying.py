@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor, Future, wait
 
 _CHUNK_BYTES = 4 << 20
 _libc = ctypes.CDLL(None)
@@ -36,10 +36,15 @@ def copy_all(jobs: Mapping[str, tuple[int, int, int, bool]], pool: Executor, thr
             chunks.append((key, target + at, source + at, min(_CHUNK_BYTES, length - at), compare))
     changed: set[str] = {key for key, job in jobs.items() if not job[3]}
     total = sum(chunk[3] for chunk in chunks)
-    helpers = [pool.submit(_work, chunks, changed) for _ in range(min(threads - 1, total // _CHUNK_BYTES))]
-    _work(chunks, changed)
-    running = [helper for helper in helpers if not helper.cancel()]
-    wait(running)
+    helpers: list[Future[None]] = []
+    try:
+        helpers.extend(pool.submit(_work, chunks, changed) for _ in range(min(threads - 1, total // _CHUNK_BYTES)))
+        _work(chunks, changed)
+    finally:
+        # Interrupted, too: nobody may write to memory that the caller takes for free again.
+        chunks.clear()
+        running = [helper for helper in helpers if not helper.cancel()]
+        wait(running)
     for helper in running:
         helper.result()
     return jobs.keys() - changed

@@ -84,6 +84,25 @@ def test_nan_keeps_its_sign_in_eight_bits_too() -> None:
         assert torch.isnan(got.to(torch.float32)).tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("count", [1, 3, 8, 17])
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        (source, dtype)
+        for source in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, *FP8)
+        if dtype.itemsize <= source.itemsize
+    ],
+)
+def test_nan_has_its_sign_when_it_comes_back(source: torch.dtype, dtype: torch.dtype, count: int) -> None:
+    """Also at the end of a tensor, where torch converts fp16 one by one, and drops it."""
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}[source.itemsize]
+    negative = torch.full((count,), -1, dtype=words).view(source)
+    how = Cast(source, dtype)
+    back = restored(cast(negative, how), how)
+    assert torch.isnan(back).all() and (back.view(words) < 0).all()
+
+
 def test_half_precision_subnormals_survive_every_cast() -> None:
     """Case 19: all of fp16, cast wide and back, is what it was."""
     words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
