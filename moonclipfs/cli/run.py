@@ -114,11 +114,12 @@ def command(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS | {signal.SIGCHLD})
     try:
         with ExitStack() as stack:
+            made = at is None or not os.path.lexists(at)
             place = stack.enter_context(_directory(at))
             if dry is not None and dry.read_only:
                 path = os.fspath(stack.enter_context(temporary_private_store(path, purpose="dry run")))
             try:
-                mount = AttachedMount(path, place, options, cancelled=_told_to_end)
+                mount = AttachedMount(path, place, options, cancelled=_told_to_end, temporary=made)
             except InterruptedError:
                 return 128 + signal.sigwait(SIGNALS)
             return _run(mount, words, before, dry)

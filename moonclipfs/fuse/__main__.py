@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -52,7 +53,11 @@ def main() -> None:
     try:
         set_up_log(options.log, request["place"], background=True)
         os.chdir("/")
-        sys.exit(serve(request["store"], request["place"], options, ready))
+        code = serve(request["store"], request["place"], options, ready)
+        if request.get("temporary") and os.getppid() != request["parent"]:
+            with contextlib.suppress(OSError):  # it is not empty, or no directory of ours any more
+                os.rmdir(request["place"])
+        sys.exit(code)
     except MoonclipError as error:
         report({"error": type(error).__name__, "message": str(error)})
         sys.exit(error.exit_code)

@@ -44,8 +44,10 @@ class AttachedMount:
         *,
         isolation: Isolation | None = None,
         cancelled: Callable[[], bool] = lambda: False,
+        temporary: bool = False,
     ) -> None:
-        """Mount; `cancelled` may ask to give up. `SIGNALS` are to be blocked here until `stop`.
+        """Mount; `cancelled` may ask to give up. `SIGNALS` are to be blocked here until `stop`. With `temporary`, the
+        directory was made for this: the server removes it if this process is killed, which else does so itself.
 
         Raises what `mount` raises, InterruptedError when cancelled: nothing is mounted then, and no process left.
         """
@@ -54,13 +56,18 @@ class AttachedMount:
         self.environment = {**os.environ, MOUNT_VARIABLE: self.place, RUN_VARIABLE: self.run_directory}
         self.log = options.log or os.path.join(self.run_directory, "log")
         try:
-            self._start(store, options, isolation, cancelled)
+            self._start(store, options, isolation, cancelled, temporary)
         except BaseException:
             shutil.rmtree(self.run_directory, ignore_errors=True)
             raise
 
     def _start(
-        self, store: str, options: MountOptions, isolation: Isolation | None, cancelled: Callable[[], bool]
+        self,
+        store: str,
+        options: MountOptions,
+        isolation: Isolation | None,
+        cancelled: Callable[[], bool],
+        temporary: bool,
     ) -> None:
         reading, writing = os.pipe()
         lifeline, self._lifeline = os.pipe()
@@ -71,6 +78,8 @@ class AttachedMount:
             "report_fd": writing,
             "lifeline_fd": lifeline,
             "isolation": None if isolation is None else isolation.value,
+            "parent": os.getpid(),
+            "temporary": temporary,
         }
         with open(reading, "rb") as reports, tempfile.TemporaryFile() as said:
             try:

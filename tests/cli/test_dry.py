@@ -158,6 +158,8 @@ def test_killed_at_any_place_nothing_is_left(environment: dict[str, str], store:
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in (server, child)) and time.monotonic() < deadline:
         time.sleep(0.02)
+    if victim == "program":  # its server has removed the directory that was made for it
+        assert not list(Path(environment["TMPDIR"]).iterdir())
     if victim != "command":  # who was killed clears nothing away
         clear(Path(environment["TMPDIR"]), Path(environment["XDG_RUNTIME_DIR"]))
     assert not Path(place).exists()
