@@ -20,6 +20,7 @@ from moonclipfs.layers.merge import Directories
 from moonclipfs.layers.overlay import Overlay
 from moonclipfs.layers.periodic import Periodic
 from moonclipfs.layers.rebasing import Conflict, rebase
+from moonclipfs.store import reserve
 from moonclipfs.store.overlaydirs import (
     OverlayInfo,
     overlay_infos,
@@ -281,6 +282,8 @@ class Overlays:
     def _tick(self) -> None:
         if not self.store.layers:
             self.store.names()  # tells others that nothing older is relied on: a live layer does that itself
+        if self.store.base is None:  # a private store has none
+            reserve.take_again(self.store.path)  # else the next full disk would let nobody remove anything
         now, failure = time.monotonic(), None
         for overlay in self.opened():
             try:

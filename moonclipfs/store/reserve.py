@@ -61,6 +61,20 @@ def take(root: Path) -> bool:
     return True
 
 
+def take_again(root: Path) -> bool:
+    """`take`, where the disk has room for twice as much: whoever has it given back to work on a full disk can do that.
+    Costs next to nothing where nothing is to be done.
+    """
+    with suppress(OSError):  # there is none, or `take` tells what is wrong
+        if os.stat(_file(root)).st_size >= limits.RESERVE_BYTES:
+            return True
+    try:
+        disk = os.statvfs(root)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize > 2 * limits.RESERVE_BYTES and take(root)
+
+
 def _preallocate(path: str, mode: int) -> None:
     before = 0
     with suppress(FileNotFoundError):

@@ -21,7 +21,7 @@ from moonclipfs.layers.overlays import Overlays
 from moonclipfs.layers.overlayverbs import verbs
 from moonclipfs.layers.room import with_room
 from moonclipfs.layers.unfinished import check_layers
-from moonclipfs.store import overlaydirs
+from moonclipfs.store import overlaydirs, reserve
 from moonclipfs.store.check import verify
 from moonclipfs.store.forget import held as kept
 from moonclipfs.store.health import State
@@ -467,3 +467,13 @@ def test_an_overlay_whose_layer_is_gone_is_told(store: Store) -> None:
     os.rename(store.path / "layers" / find_overlay(store.path, "one").layer, store.path / "elsewhere")
     with pytest.raises(Exception, match=r"overlay one: its directory layers/overlay\..* is gone"):
         Overlay.open(store, "one")
+
+
+def test_the_reserve_is_taken_again_while_overlays_are_open(overlays: Overlays, store: Store) -> None:
+    """After a full disk, once there is room: on the next one their files can be removed again."""
+    overlays.create("one")
+    assert reserve.release(store.path)
+    deadline = time.monotonic() + 10
+    while not (store.path / "reserve").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -46,6 +46,20 @@ def test_taken_given_back_and_not_left_half(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(tmp_path) == []
 
 
+def test_it_is_taken_again_where_there_is_room_for_twice_as_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was released to work with on a full disk is not taken away from that work."""
+    found, free = os.statvfs(tmp_path), 2 * 8192
+    disk = os.statvfs_result((found.f_bsize, 1, found.f_blocks, free, free, *found[5:]))
+    with monkeypatch.context() as full:
+        full.setattr(os, "statvfs", lambda _: disk)
+        assert not reserve.take_again(tmp_path)
+    assert os.listdir(tmp_path) == []
+    assert reserve.take_again(tmp_path) and reserve.take_again(tmp_path)
+    assert (tmp_path / "reserve").stat().st_blocks * 512 >= 8192
+
+
 def test_a_part_is_lent_and_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RESERVE_LOAN_BYTES", 4096)
     assert not reserve.lend(tmp_path)
