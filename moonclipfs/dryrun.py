@@ -198,6 +198,7 @@ class _PrivateMount:
                     MountOptions(dry_run=True),
                     # A process with threads cannot enter a namespace.
                     isolation=Isolation.NONE,
+                    temporary=True,
                 )
         except BaseException:
             os.rmdir(self._directory)

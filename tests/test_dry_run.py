@@ -252,6 +252,9 @@ def test_a_process_that_is_killed_leaves_nothing(
         time.sleep(0.05)
     while mounting == "mount" and overlay_names(store) and time.monotonic() < deadline:
         time.sleep(0.05)  # its server, which nobody waits for, discards it
+    while mounting == "mount" and list((tmp_path / "temporary").iterdir()):
+        assert time.monotonic() < deadline, "its directory is left"
+        time.sleep(0.05)
     assert moonclipfs.overlays(store) == []
     with Store.open(store, write=True) as opened:
         collect(opened)

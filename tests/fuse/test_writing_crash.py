@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from moonclipfs.errors import MountError
+from moonclipfs.errors import MountError, NoSpaceError
 from moonclipfs.fuse.control import ask
 from moonclipfs.store.store import Store
 from tests.fuse.conftest import SMALL_FILES, Mounted, Mounter, eventually, is_running, patched_server
@@ -155,6 +156,32 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", place], check=True)
     yield place
     subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.mark.slow
+def test_files_of_an_overlay_can_be_removed_whenever_the_disk_is_full(small_disk: Path, mounter: Mounter) -> None:
+    """After a commit that failed for it, too: they give their space back at once, however often the disk is full."""
+    Store.create(small_disk / "store").close()
+    mounted = mounter(small_disk / "store", read_only=False)
+    ask(str(mounted.path), "overlay_create", None, name="exp")
+    path, block = mounted.path / "@overlays/exp", os.urandom(4 * MIB)
+    empty = shutil.disk_usage(small_disk).used
+
+    def fill() -> None:
+        with pytest.raises(OSError, match="No space"):
+            for number in range(64):
+                (path / f"{number}").write_bytes(block)
+
+    for _ in range(2):
+        fill()
+        with pytest.raises(NoSpaceError):
+            ask(str(mounted.path), "overlay_commit", None, name="exp")
+        for file in list(path.iterdir()):
+            file.unlink()
+        eventually(lambda: shutil.disk_usage(small_disk).used < empty + 8 * MIB, 10)
+        eventually((small_disk / "store/reserve").exists, 10)
+        open_files = [os.readlink(one) for one in Path(f"/proc/{mounted.pid}/fd").iterdir() if one.is_symlink()]
+        assert not [one for one in open_files if "/staging/" in one and one.endswith("(deleted)")]
 
 
 def test_r039_a_full_disk_is_enospc_and_room_makes_everything_work_again(small_disk: Path, mounter: Mounter) -> None:
