@@ -34,7 +34,7 @@ from moonclipfs.store.retention import Rules, metric_of, step_of
 from moonclipfs.torch import parts, runs, saving
 from moonclipfs.torch.background import Background
 from moonclipfs.torch.casting import CastRules
-from moonclipfs.torch.console import tell
+from moonclipfs.torch.console import tell_stats
 from moonclipfs.torch.dtypes import dtype_name
 from moonclipfs.torch.extrafiles import contents
 from moonclipfs.torch.loading import Loaded, Loading
@@ -320,23 +320,32 @@ class CheckpointManager:
     ) -> int:
         """Load the newest snapshot that is intact, and return the step after it; 0 when the run has none.
 
-        One that is damaged is passed over, and the log says so; of several ranks, the one that finds it raises.
+        One that is damaged, or lacks what is asked for (as a best may, of the model alone), is passed over, and the log
+        says so; of several ranks, the one that finds it raises.
         """
         self._wait()
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         with self._place.reading() as names:
             saved = runs.saved_versions(names, self.name)
             damage: CorruptError | None = None
+            lacking: NotFoundError | None = None
             for version in reversed(saved):
                 try:
                     loaded = self._load(version, given, strict, map_location)
-                except CorruptError as error:
+                except (CorruptError, NotFoundError) as error:
                     if self._ranks is not None:
                         raise  # the other ranks may find their parts whole: all have to go on from the same
+                    if isinstance(error, NotFoundError):
+                        lacking = lacking or error
+                        continue
                     log.warning("%s is damaged, so an earlier snapshot is resumed: %s", runs.id_of(version), error)
                     damage = damage or error
                     continue
+                if lacking is not None:
+                    log.warning("%s is resumed: %s", loaded.id, lacking)
                 return loaded.step + 1
+        if lacking is not None:
+            raise lacking
         if damage is not None:
             raise CorruptError(
                 f"none of {len(saved)} snapshots of {self.name} is intact; the newest: {damage}"
@@ -419,14 +428,7 @@ class CheckpointManager:
 
     def print_stats(self) -> None:
         """Print `stats` for a person. Never fails for the console's sake."""
-        found = self.stats()
-        ratio = "" if found["ratio"] is None else f", {found['ratio']:.1f} times less than the files"
-        tell(
-            f"{found['run']} in {found['store']}: {found['snapshots']} snapshots, the latest of step "
-            f"{found['latest_step']}; {found['bytes'] / 1e6:.1f} MB of files, the store takes "
-            f"{found['store_bytes'] / 1e6:.1f} MB{ratio}",
-            sys.stdout,
-        )
+        tell_stats(self.stats(), sys.stdout)
 
     def list_snapshots(self) -> list[runs.SnapshotInfo]:
         """The snapshots of the run, in the order of saving; those in flight are waited for."""

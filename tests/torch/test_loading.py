@@ -211,6 +211,21 @@ def test_parts_that_were_not_saved_are_missed_by_name(manager: CheckpointManager
     module = model()
     with pytest.raises(NotFoundError, match="r/step-000001@1 has no optimizer; it has model"):
         manager.load(1, module, adam(module))
+    with pytest.raises(NotFoundError, match="r/step-000001@1 has no optimizer; it has model"):
+        manager.resume(module, adam(module))
+
+
+def test_a_best_of_the_model_alone_is_in_the_way_of_no_resume(
+    manager: CheckpointManager, expect_log: Callable[[str], None]
+) -> None:
+    whole = model()
+    manager.save(1, whole, adam(whole))
+    manager.save_best(2, 0.5, model(3))
+    module = model(1)
+    assert manager.resume(module, adam(module)) == 2
+    assert same(module.state_dict(), whole.state_dict())
+    expect_log("r/step-000001@1 is resumed: r/step-000002@1 has no optimizer; it has model")
+    assert manager.resume(module) == 3
 
 
 def test_snapshots_of_others_are_not_taken_for_saves(manager: CheckpointManager, tmp_path: Path) -> None:
