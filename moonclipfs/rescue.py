@@ -25,16 +25,15 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 fast_blake3: Any = None
-try:
+with suppress(ImportError):
     fast_blake3 = importlib.import_module("blake3")  # many times as fast as what stands below, which does without
-except ImportError:
-    fast_blake3 = None
 
 CONTEXTS = {1: "moonclipfs 2026-11 data object", 2: "moonclipfs 2026-11 recipe", 3: "moonclipfs 2026-11 directory"}
 ENTRY = struct.Struct("<32s32s32sQQQQQBBBBI")

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +98,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return found
 
 
-class Contestant:
+class Contestant(ABC):
     """Saves into a directory of its own."""
 
     name = ""
@@ -105,9 +106,9 @@ class Contestant:
     def __init__(self, place: Path) -> None:
         self.place = place
 
+    @abstractmethod
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Training goes on when this returns."""
-        raise NotImplementedError
 
     def flush(self) -> None:
         """Return when it is durable."""
@@ -115,9 +116,9 @@ class Contestant:
     def settle(self) -> None:
         """Return when nothing is left to be done in the background."""
 
+    @abstractmethod
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """The newest into a model and an optimizer."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Let go of everything."""
